@@ -1,0 +1,39 @@
+"""Offline LLM inference whose graphs are captured once with torch.compile and find their KV caches through a context.
+
+``LLM`` generates, ``SamplingParams`` says how, ``EngineConfig`` lists the settings, ``RequestOutput`` holds the
+answers. Importing this package imports neither torch nor transformers; the first use of a name brings in what it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine.outputs import CompletionOutput, RequestOutput
+    from .engine.sampling_params import SamplingParams
+    from .llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": ".llm",
+    "SamplingParams": ".engine.sampling_params",
+    "EngineConfig": ".config",
+    "RequestOutput": ".engine.outputs",
+    "CompletionOutput": ".engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,119 @@
+"""Capturing a model as one graph with ``torch.compile``, without running it and without its weights."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.compile.weights import WeightRecipe
+from compiled_engine.errors import CaptureError
+
+INPUT_IDS, POSITIONS, LOGITS_INDICES = "input_ids", "positions", "logits_indices"
+# Sizes of the example inputs: unlike each other, so that tokens and sampled rows get a symbol each, and above 1,
+# because sizes 0 and 1 would be specialised.
+_EXAMPLE_TOKENS, _EXAMPLE_ROWS = 8, 4
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A whole model as one FX graph of torch-level operations, attention as an opaque op.
+
+    ``inputs`` maps the graph's tensor placeholders to the model inputs ``input_ids`` int64 [num_tokens], ``positions``
+    int64 [num_tokens] and ``logits_indices`` int64 [num_sampled_rows]; ``weights`` maps the others to recipes.
+    Placeholders of symbolic sizes are in neither. The graph's only output is logits [num_sampled_rows, vocab_size].
+    """
+
+    graph_module: torch.fx.GraphModule
+    inputs: dict[str, str]
+    weights: dict[str, WeightRecipe]
+
+    def placeholder(self, name: str) -> torch.fx.Node | None:
+        """The placeholder of the model input ``name``; None when the model does not use it."""
+        for node in self.graph_module.graph.find_nodes(op="placeholder"):
+            if self.inputs.get(node.name) == name:
+                return node
+        return None
+
+
+def capture(module: nn.Module) -> CapturedGraph:
+    """Trace ``module``, a causal language model of transformers whose attention calls our op, into one graph.
+
+    Nothing is computed and no page of a weight is touched: tracing sees shapes. The token and row dimensions are
+    symbolic. Raises ``CaptureError`` for whatever does not fit into one graph, naming the source line.
+    """
+    captured: list[CapturedGraph] = []
+    names = _tensor_names(module)
+    examples = {
+        INPUT_IDS: torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64),
+        POSITIONS: torch.arange(_EXAMPLE_TOKENS),
+        LOGITS_INDICES: torch.arange(_EXAMPLE_ROWS),
+    }
+
+    def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        captured.append(_describe(graph_module, example_inputs, names, examples))
+        outputs = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+        return lambda *args: (examples[INPUT_IDS],) * outputs
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        output = module(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_indices
+        )
+        return output.logits[0]
+
+    for example in examples.values():
+        torch._dynamo.mark_dynamic(example, 0)
+    # A fresh code object: Dynamo keeps what it compiled on the code object, and one capture must not see another's.
+    fresh = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    compiled = torch.compile(
+        fresh, fullgraph=True, backend=backend, options={"guard_filter_fn": lambda entries: [False] * len(entries)}
+    )
+    try:
+        with torch.no_grad():
+            compiled(**examples)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CaptureError(
+            f"the model cannot be captured as one graph: {error}\n(model class {type(module).__name__})"
+        ) from error
+    if len(captured) != 1:
+        raise CaptureError(f"expected one graph, torch.compile made {len(captured)}")
+    return captured[0]
+
+
+def _tensor_names(module: nn.Module) -> dict[int, str]:
+    """Names of parameters and buffers by identity; of tied ones the first name."""
+    names: dict[int, str] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _describe(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    names: Mapping[int, str],
+    examples: Mapping[str, torch.Tensor],
+) -> CapturedGraph:
+    input_names = {id(tensor): name for name, tensor in examples.items()}
+    inputs: dict[str, str] = {}
+    weights: dict[str, WeightRecipe] = {}
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and id(value) in input_names:
+            inputs[node.name] = input_names[id(value)]
+        elif isinstance(value, torch.Tensor) and id(value) in names:
+            weights[node.name] = WeightRecipe((names[id(value)],), tuple(value.shape), value.dtype)
+        elif not isinstance(value, (int, torch.SymInt)):
+            raise CaptureError(
+                f"the graph has an input that is no model input, weight or size: {node.name} ({type(value).__name__})"
+            )
+    if constants := [node.name for node in graph_module.graph.nodes if node.op in ("get_attr", "call_module")]:
+        raise CaptureError(f"the graph holds constants or submodules that are no weights: {', '.join(constants[:8])}")
+    return CapturedGraph(graph_module, inputs, weights)

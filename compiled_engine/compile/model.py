@@ -1,0 +1,182 @@
+"""Running a plan: straight-line steps over values, weights and the caches that layers own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from compiled_engine.compile.capture import INPUT_IDS, LOGITS_INDICES, POSITIONS
+from compiled_engine.compile.pieces import CompiledPiece
+from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, TensorSpec
+from compiled_engine.context import StaticForwardContext, get_forward_context
+from compiled_engine.errors import PlanError
+from compiled_engine.ops.attention import PagedAttention, attend
+
+Values = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    """One step with its values resolved to places in the list of values."""
+
+    run: Callable[[Values], None]
+    release: tuple[int, ...]
+
+
+class CompiledModel:
+    """A plan with its pieces, weights and layers.
+
+    Needs neither the model definition nor a compiler. Pieces get values and weights; caches are read by the attention
+    layers of ``static_context`` and are nobody's argument, so binding other caches needs no new graph.
+    Raises ``PlanError`` when pieces, weights or layers are not those that the plan asks for.
+    """
+
+    def __init__(
+        self,
+        plan: GraphPlan,
+        pieces: Mapping[str, CompiledPiece],
+        weights: Mapping[str, torch.Tensor],
+        static_context: StaticForwardContext,
+    ) -> None:
+        self.plan = plan
+        self.static_context = static_context
+        _check_parts(plan, pieces, weights, static_context)
+        self._pieces = dict(pieces)
+        self._specs = {piece.key: piece for piece in plan.pieces}
+        self._places: dict[str, int] = {}
+        self._initial: Values = []
+        for key, weight in weights.items():
+            self._place(f"weight:{key}")
+            self._initial[-1] = weight
+        inputs = [self._place(f"value:{name}") for name in (INPUT_IDS, POSITIONS, LOGITS_INDICES)]
+        self._input_ids, self._positions, self._logits_indices = inputs
+        self._verify = False
+        self._steps = [self._instruction(step) for step in plan.steps]
+        self._head = self._instruction(plan.head)
+        self._hidden = self._place(f"value:{plan.hidden}")
+        self._logits = self._place(f"value:{plan.head.outputs[0]}")
+
+    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Last hidden states of this step's tokens, [1, num_tokens, hidden_size].
+
+        input_ids, positions: int64 [num_tokens], at least two rows (pad one row to two). Must run inside
+        ``set_forward_context``: that is where attention finds slots and block tables.
+        """
+        values = self._initial.copy()
+        values[self._input_ids], values[self._positions] = input_ids, positions
+        for step in self._steps:
+            step.run(values)
+            for place in step.release:
+                values[place] = None
+        hidden = values[self._hidden]
+        if hidden is None:
+            raise PlanError(f"the plan never made its hidden states {self.plan.hidden!r}")
+        return hidden
+
+    def logits(self, hidden_states: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Logits [num_rows, vocab_size] of the rows ``logits_indices`` (int64 [num_rows], at least two)."""
+        values = self._initial.copy()
+        values[self._hidden], values[self._logits_indices] = hidden_states, logits_indices
+        self._head.run(values)
+        logits = values[self._logits]
+        if logits is None:
+            raise PlanError("the plan's head made no logits")
+        return logits
+
+    def verify_next(self, enabled: bool) -> None:
+        """Check shapes, strides and dtypes of everything that pieces give and take (for warm-up; off while serving).
+
+        A compiled piece trusts its inputs: a stride that differs from the plan's would be read as garbage.
+        """
+        self._verify = enabled
+
+    def _place(self, name: str) -> int:
+        if name not in self._places:
+            self._places[name] = len(self._initial)
+            self._initial.append(None)
+        return self._places[name]
+
+    def _instruction(self, step: PieceStep | AttentionStep) -> _Instruction:
+        run = self._attention(step) if isinstance(step, AttentionStep) else self._piece(step)
+        return _Instruction(run, tuple(self._place(f"value:{name}") for name in step.release))
+
+    def _piece(self, step: PieceStep) -> Callable[[Values], None]:
+        piece = self._pieces[step.piece]
+        inputs = tuple(self._place(name) for name in step.inputs)
+        outputs = tuple(self._place(f"value:{name}") for name in step.outputs)
+        spec = self._specs[step.piece]
+
+        def run(values: Values) -> None:
+            arguments = [values[place] for place in inputs]
+            results = piece(arguments)  # type: ignore[arg-type]
+            if self._verify:
+                _check_tensors([*arguments, *results], [*spec.inputs, *spec.outputs], step)
+            for place, result in zip(outputs, results, strict=True):
+                values[place] = result
+
+        return run
+
+    def _attention(self, step: AttentionStep) -> Callable[[Values], None]:
+        layer = self.static_context[step.layer_name]
+        if not isinstance(layer, PagedAttention):
+            raise PlanError(f"layer {step.layer_name!r} is a {type(layer).__name__}, the plan needs a PagedAttention")
+        query, key, value, out = (self._place(f"value:{name}") for name in (step.query, step.key, step.value, step.out))
+
+        def run(values: Values) -> None:
+            q, k, v = values[query], values[key], values[value]
+            if q is None or k is None or v is None:
+                raise PlanError(f"attention of {step.layer_name!r} runs before its query, key and value are made")
+            result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            attend(layer, q, k, v, result, get_forward_context())
+            values[out] = result
+
+        return run
+
+
+def _check_parts(
+    plan: GraphPlan,
+    pieces: Mapping[str, CompiledPiece],
+    weights: Mapping[str, torch.Tensor],
+    static_context: StaticForwardContext,
+) -> None:
+    wanted = {
+        "pieces": ({piece.key for piece in plan.pieces}, set(pieces)),
+        "weights": ({recipe.key for recipe in plan.weights}, set(weights)),
+        "layers": ({layer.layer_name for layer in plan.layers}, set(static_context)),
+    }
+    for what, (asked, given) in wanted.items():
+        if missing := sorted(asked - given):
+            raise PlanError(f"the plan asks for {what} that are not there: {', '.join(missing[:8])}")
+    for recipe in plan.weights:
+        if (shape := tuple(weights[recipe.key].shape)) != recipe.shape:
+            raise PlanError(f"weight {recipe.key!r} has shape {shape}, the plan asks for {recipe.shape}")
+
+
+def _check_tensors(tensors: list[torch.Tensor | None], specs: list[TensorSpec], step: PieceStep) -> None:
+    symbols: dict[str, int] = {}
+    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+        where = f"tensor {index} of piece {step.piece[:12]} ({', '.join(step.outputs)})"
+        if tensor is None:
+            raise PlanError(f"{where} was never made")
+        if tensor.dtype != spec.torch_dtype:
+            raise PlanError(f"{where} has dtype {tensor.dtype}, the plan says {spec.dtype}")
+        sizes = list(zip(tensor.shape, spec.shape, strict=True))
+        if not tensor.is_mkldnn:
+            # The stride of a dimension of size one is never used.
+            sizes += [
+                (stride, expected)
+                for stride, expected, size in zip(tensor.stride(), spec.stride, tensor.shape, strict=True)
+                if size != 1
+            ]
+        for actual, expected in sizes:
+            if isinstance(expected, str):
+                if not expected.isidentifier():
+                    continue
+                expected = symbols.setdefault(expected, actual)
+            if actual != expected:
+                raise PlanError(
+                    f"{where} has shape {tuple(tensor.shape)} and strides "
+                    f"{'none' if tensor.is_mkldnn else tensor.stride()}, the plan says {spec.shape} and {spec.stride}"
+                )

@@ -1,0 +1,109 @@
+"""Engine settings: one frozen dataclass whose every field is documented and checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PIECE_COMPILERS = ("aoti", "inductor", "eager")
+
+_UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Number of bytes in ``value``: an integer, or text such as ``"512MiB"``, ``"4GB"`` or ``"2g"``.
+
+    Raises ``ConfigError`` for anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{value!r} is not a number of bytes: give an integer, or text such as '512MiB' or '2GiB'")
+    if isinstance(value, int):
+        return value
+    text = value.strip().lower()
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(digits) :].strip()
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"{value!r} is not a number of bytes: give an integer, or text such as '512MiB'") from None
+
+
+def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine. Immutable; raises ``ConfigError`` when a value cannot work.
+
+    ``EngineConfig.explain()`` returns the documentation of every field as text.
+    """
+
+    model: str | None = _doc(
+        "Model folder, GGUF file or hub id. None: $COMPILED_ENGINE_MODEL, else the installed default model.", None
+    )
+    device: Literal["cpu"] = _doc("Where the model runs.", "cpu")
+    dtype: str = _doc(
+        "Arithmetic and cache type: auto, float32, bfloat16 or float16. auto on CPU is float32, except for a 16-bit "
+        "checkpoint on a CPU with bf16 instructions, where it is bfloat16.",
+        "auto",
+    )
+    max_model_len: int | None = _doc(
+        "Most tokens of one request, prompt and output together. None: the model's own limit.", None
+    )
+    max_num_seqs: int = _doc("Most requests that run in one step.", 64)
+    max_num_batched_tokens: int = _doc("Token budget of one step; longer prompts are computed in chunks of it.", 512)
+    block_size: int = _doc("Tokens in one block of the KV cache.", 16)
+    kv_cache_memory: int | str | None = _doc(
+        "Bytes for the KV cache (an integer, or text such as '2GiB'). None: what max_num_seqs requests of "
+        "max_model_len tokens need, at most 4 GiB and at most half of the free memory.",
+        None,
+    )
+    piece_compiler: str = _doc(
+        "What compiles the pieces of a graph: aoti (ahead of time, fastest steps), inductor (faster to compile) or "
+        "eager (runs the FX graph; for debugging).",
+        "aoti",
+    )
+    seed: int = _doc("Seed of requests that bring none of their own.", 0)
+    num_threads: int | None = _doc("CPU threads of the kernels. None: the cores this process may use.", None)
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("device", self.device, ("cpu",))
+        _choice("piece_compiler", self.piece_compiler, PIECE_COMPILERS)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {self.seed!r}: give an integer")
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"model is {self.model!r}: give a folder, a GGUF file or a hub id as text")
+        if self.kv_cache_memory is not None:
+            amount = parse_bytes(self.kv_cache_memory)
+            if amount < 1:
+                raise ConfigError(f"kv_cache_memory is {self.kv_cache_memory!r}: give a positive number of bytes")
+            object.__setattr__(self, "kv_cache_memory", amount)
+
+    @classmethod
+    def explain(cls) -> str:
+        """The documentation of every field, one paragraph each, with its default."""
+        return "\n".join(
+            f"{item.name} (default {item.default!r})\n    {item.metadata['doc']}" for item in dataclasses.fields(cls)
+        )
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(allowed)}")
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}: give a whole number of at least 1")

@@ -1,0 +1,91 @@
+"""Every exception that the engine raises on purpose.
+
+Messages follow one form: what is wrong (with its name), the limit it met, and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CompiledEngineError(Exception):
+    """Base of all errors of this package: catch it to catch them all."""
+
+
+class ConfigError(CompiledEngineError, ValueError):
+    """An engine setting or a sampling parameter has a value that cannot work."""
+
+
+class RequestError(CompiledEngineError, ValueError):
+    """One prompt cannot be served. The engine turns it into ``finish_reason="error"`` for that request alone."""
+
+
+class ModelError(CompiledEngineError):
+    """A model folder, file or hub id cannot be used."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model asks for something this engine does not honour; the message names the feature."""
+
+
+class WeightsError(ModelError):
+    """The checkpoint and the model definition disagree: missing, left-over or misshapen weights."""
+
+
+class ContextError(CompiledEngineError):
+    """Base of errors about the static forward context and cache binding."""
+
+
+class ContextStateError(ContextError):
+    """An operation is not allowed in the context's present state."""
+
+
+class DuplicateLayerError(ContextError, ValueError):
+    """A layer name is empty or already taken."""
+
+
+class CacheNotBound(ContextError):
+    """A layer's ``kv_cache`` was read before a cache was bound to it."""
+
+    def __init__(self, layer_name: str, state: str) -> None:
+        self.layer_name = layer_name
+        super().__init__(
+            f"layer {layer_name!r} has no KV cache (state: {state}): call bind_kv_cache(kv_caches, forward_context) first"
+        )
+
+
+class BindError(ContextError, ValueError):
+    """``bind_kv_cache`` refused a mapping. ``faults`` lists every fault that was found; nothing was changed."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        lines = "\n".join(f"  - {fault}" for fault in self.faults)
+        super().__init__(f"cannot bind KV caches, {len(self.faults)} fault(s), nothing was changed:\n{lines}")
+
+
+class ForwardContextError(ContextError):
+    """The per-step forward context is missing, or set twice."""
+
+
+class CaptureError(CompiledEngineError):
+    """``torch.compile`` could not capture the model as one graph; the message names the source line."""
+
+
+class PlanError(CompiledEngineError):
+    """A graph plan does not fit what it is run with (weights, pieces, context)."""
+
+
+class OutOfMemoryError(CompiledEngineError):
+    """A cache or buffer does not fit; the message names the knob and the amount."""
+
+
+class LogitsError(CompiledEngineError):
+    """The model returned logits from which no token can be chosen (NaN, or no finite value in a row)."""
+
+
+class BlockPoolError(CompiledEngineError):
+    """A cache block was freed twice, or an id was used that the pool never handed out."""
+
+
+class EngineStateError(CompiledEngineError):
+    """The engine cannot do this now: it is closed, or busy in another thread."""

@@ -1,0 +1,130 @@
+"""Attention as graphs see it: an opaque op that finds the layer, and through it the KV cache, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from compiled_engine.context import (
+    AttentionMetadata,
+    CacheKind,
+    CacheLayer,
+    ForwardContext,
+    KVCacheSpec,
+    StepKind,
+    get_forward_context,
+)
+from compiled_engine.errors import ForwardContextError
+
+from .library import LIBRARY
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention layer computes, apart from its cache.
+
+    ``scale`` multiplies the scores. ``sliding_window`` is the number of positions a query sees, its own included
+    (None: all). ``soft_cap`` c turns scores s into c * tanh(s / c) before the softmax (None: off).
+    """
+
+    layer_name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    def cache_spec(self, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
+        """The cache that this layer needs."""
+        kind = CacheKind.FULL if self.sliding_window is None else CacheKind.SLIDING_WINDOW
+        return KVCacheSpec(
+            block_size, self.num_kv_heads, self.head_dim, dtype, kind=kind, sliding_window=self.sliding_window
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class AttentionBackend(Protocol):
+    """How one device computes paged attention."""
+
+    def build_metadata(
+        self,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: np.ndarray,
+        block_size: int,
+        sliding_windows: Sequence[int | None],
+    ) -> AttentionMetadata:
+        """Everything the layers of a cache group share in one step, computed once."""
+        ...
+
+    def write_kv(self, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store this step's K and V [num_tokens, num_kv_heads, head_dim] at ``slots`` [num_tokens]."""
+        ...
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of ``query`` [num_tokens, num_heads, head_dim] over the cached tokens, into ``out``."""
+        ...
+
+
+class PagedAttention(CacheLayer):
+    """One attention layer of a model: its mathematics, its cache and the backend that computes it."""
+
+    def __init__(self, spec: AttentionSpec, cache_spec: KVCacheSpec, backend: AttentionBackend) -> None:
+        super().__init__(spec.layer_name, cache_spec)
+        self.attention_spec = spec
+        self.backend = backend
+
+
+def attend(
+    layer: PagedAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    context: ForwardContext,
+) -> None:
+    """Write this step's K/V into the layer's cache, then attend over all of its cached tokens.
+
+    query, out: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], rows in the order
+    of ``context``'s metadata. A profile step has no caches: ``out`` is zeroed.
+    """
+    if context.step_kind is StepKind.PROFILE:
+        out.zero_()
+        return
+    slots = context.slot_mapping[layer.group]
+    if query.shape[0] != slots.shape[0]:
+        raise ForwardContextError(
+            f"layer {layer.layer_name!r} gets {query.shape[0]} rows, the step's slot mapping has {slots.shape[0]}"
+        )
+    kv_cache = layer.kv_cache
+    layer.backend.write_kv(kv_cache, key, value, slots)
+    layer.backend.attend(layer.attention_spec, query, kv_cache, context.attention_metadata[layer.group], out)
+
+
+def _attention_by_name(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer_name: str
+) -> None:
+    context = get_forward_context()
+    layer = context.static_context[layer_name]
+    if not isinstance(layer, PagedAttention):
+        raise ForwardContextError(f"layer {layer_name!r} is a {type(layer).__name__}, not a PagedAttention")
+    attend(layer, query, key, value, out, context)
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("attention", _attention_by_name, _device)
+LIBRARY._register_fake("attention", lambda query, key, value, out, layer_name: None)

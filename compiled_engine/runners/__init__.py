@@ -1,0 +1,25 @@
+"""One step on one backend.
+
+A runner loads and compiles a model, sizes and binds its caches, warms up, and then turns a scheduled batch into
+device inputs, runs the plan and samples. Runners know devices, and neither text nor scheduling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.models import ModelFiles
+    from compiled_engine.runners.base import Runner
+
+
+def create_runner(config: EngineConfig, files: ModelFiles) -> Runner:
+    """The runner for ``config.device``, ready to execute: loaded, compiled, bound and warmed up."""
+    if config.device == "cpu":
+        from compiled_engine.runners.cpu import CpuRunner
+
+        return CpuRunner(config, files)
+    raise ConfigError(f"device is {config.device!r}: only 'cpu' is there so far")

@@ -1,0 +1,82 @@
+"""A scheduled batch as the arrays that graphs and attention read, built on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compiled_engine.runners.batch import ScheduledRequest
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step's inputs, padding included.
+
+    input_ids, positions: int64 [num_padded_tokens].   slot_mapping: int64 [num_padded_tokens].
+    query_start_loc: int32 [num_padded_requests + 1].   seq_lens: int32 [num_padded_requests].
+    block_table: int32 [num_padded_requests, max_blocks].
+    logits_indices: int64 [num_logits, but at least 2 where there are any], the token rows that sample.
+
+    Padding contract: a padded row is a request of one token 0 at position 0, with seq_len 1, a block table of zeros
+    and a slot inside block 0, which no request owns. No index is ever negative.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    logits_indices: torch.Tensor
+    num_tokens: int
+    num_logits: int
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min_tokens: int) -> StepInputs:
+    """Lay out ``requests`` in row order and pad with one-token rows up to ``min_tokens``."""
+    query_lens = np.array([request.num_scheduled_tokens for request in requests], dtype=np.int64)
+    num_tokens = int(query_lens.sum())
+    padding = max(0, min_tokens - num_tokens)
+    rows = num_tokens + padding
+    num_computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+    tables = [request.block_tables[0] for request in requests]
+    block_table = np.zeros((len(requests) + padding, max(1, *(len(table) for table in tables), 1)), dtype=np.int32)
+    for row, table in enumerate(tables):
+        block_table[row, : len(table)] = table
+
+    starts = np.cumsum(query_lens) - query_lens
+    owner = np.repeat(np.arange(len(requests)), query_lens)
+    positions = np.zeros(rows, dtype=np.int64)
+    positions[:num_tokens] = np.arange(num_tokens) - starts[owner] + num_computed[owner]
+    slots = np.zeros(rows, dtype=np.int64)
+    real = positions[:num_tokens]
+    slots[:num_tokens] = block_table[owner, real // block_size].astype(np.int64) * block_size + real % block_size
+    input_ids = np.zeros(rows, dtype=np.int64)
+    input_ids[:num_tokens] = [token for request in requests for token in request.token_ids]
+
+    query_start_loc = np.zeros(len(requests) + padding + 1, dtype=np.int32)
+    query_start_loc[1:] = np.cumsum(np.concatenate([query_lens, np.ones(padding, dtype=np.int64)]))
+    seq_lens = np.concatenate([num_computed + query_lens, np.ones(padding, dtype=np.int64)]).astype(np.int32)
+    samples = np.array([request.samples for request in requests], dtype=bool)
+    last_rows = (starts + query_lens - 1)[samples]
+    num_logits = len(last_rows)
+    if num_logits == 1:
+        last_rows = np.repeat(last_rows, 2)
+    return StepInputs(
+        input_ids=torch.from_numpy(input_ids),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        logits_indices=torch.from_numpy(last_rows),
+        num_tokens=num_tokens,
+        num_logits=num_logits,
+    )
