@@ -1,0 +1,29 @@
+"""Where graphs come from: a model on disk, its weights, and its definition with attention replaced.
+
+The definitions are transformers' own; importing this room does not import transformers.
+What cannot be honoured is refused by name here, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from .checkpoint import Checkpoint
+from .definition import ModelDefinition, build_definition
+from .gguf import convert_gguf, default_cache_root
+from .limits import resolve_dtype, resolve_max_model_len
+from .locate import ModelFiles, find_model
+from .weights import ExpectedWeights, expected_weights, resolve_names
+
+__all__ = [
+    "Checkpoint",
+    "ExpectedWeights",
+    "ModelDefinition",
+    "ModelFiles",
+    "build_definition",
+    "convert_gguf",
+    "default_cache_root",
+    "expected_weights",
+    "find_model",
+    "resolve_dtype",
+    "resolve_max_model_len",
+    "resolve_names",
+]

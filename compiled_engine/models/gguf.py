@@ -1,0 +1,157 @@
+"""GGUF files become a cached safetensors folder, once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+CONVERTER_VERSION = 1
+"""Raise it when the same GGUF file would give another folder: old folders are then left unused."""
+
+logger = logging.getLogger(__name__)
+
+
+def default_cache_root() -> Path:
+    """``$COMPILED_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/compiled_engine``, else ``~/.cache/compiled_engine``."""
+    own = os.environ.get("COMPILED_ENGINE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "compiled_engine"
+
+
+def convert_gguf(path: Path, cache_root: Path | None = None) -> Path:
+    """The safetensors folder of GGUF file ``path``: config, tokenizer with chat template, float32 weights.
+
+    The folder lies under ``cache_root / "gguf"`` (``default_cache_root()`` when None), named by the file's content, so
+    a file is converted once, wherever it lies. It is written beside its final place and renamed, so no half-written
+    folder is ever visible, and several processes may race. Raises ``ModelError`` when the file cannot be converted.
+    """
+    _check_is_gguf(path)
+    parent = (cache_root or default_cache_root()) / "gguf"
+    folder = parent / f"{path.stem}-{_sha256(path)[:16]}-v{CONVERTER_VERSION}"
+    if folder.is_dir():
+        return folder
+    _check_packages(path)
+    logger.warning("converting %s once, into %s: this takes up to a minute", path, folder)
+    start = time.monotonic()
+    temporary = _make_temporary(parent, folder.name)
+    try:
+        _convert(path, temporary)
+        _move_into_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    logger.info("converted %s in %.0f s", path.name, time.monotonic() - start)
+    return folder
+
+
+def _check_is_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(4)
+    except OSError as error:
+        raise ModelError(f"cannot read GGUF file {path}: {error.strerror or error}") from error
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file: it begins with {magic!r}, not with b'GGUF'")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name):
+        raise ModelError(f"{path} is one part of a split GGUF file: merge the parts first (llama-gguf-split --merge)")
+
+
+def _check_packages(path: Path) -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f'converting {path.name} needs the package(s) {" and ".join(missing)}: pip install "compiled-engine[gguf]"'
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _make_temporary(parent: Path, name: str) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the converted model under {parent}: {error.strerror or error}. "
+            "Point COMPILED_ENGINE_CACHE to a writable folder"
+        ) from error
+
+
+def _convert(path: Path, folder: Path) -> None:
+    import torch
+    import transformers
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):
+        # Releases that have it may keep weights packed where they find a kernel; older ones always unpack.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
+    except Exception as error:  # transformers and gguf raise many kinds on files they do not know
+        raise ModelError(f"transformers cannot convert GGUF file {path}: {type(error).__name__}: {error}") from error
+    tokenizer.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    _save_config(model, folder)
+    _save_weights(model, folder)
+
+
+def _save_config(model: PreTrainedModel, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text("utf-8"))
+    # The weights are plain floats now: with this entry every loader would take them for quantized ones.
+    config.pop("quantization_config", None)
+    config["dtype"] = "float32"
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _save_weights(model: PreTrainedModel, folder: Path) -> None:
+    # Not save_pretrained: it refuses a model that came from a quantized file.
+    from safetensors.torch import save_file
+
+    weights: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point():
+            raise ModelError(f"weight {name!r} stayed packed ({tensor.dtype}): this GGUF file cannot be converted")
+        if tensor.data_ptr() not in seen:  # a tied head is the embedding once more
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _move_into_place(temporary: Path, folder: Path) -> None:
+    temporary.chmod(0o755)  # mkdtemp and save_file make them private to the owner; a cache may be shared
+    (temporary / "model.safetensors").chmod(0o644)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        # Another process was faster: a folder that exists is complete, and the same by content.
+        if not folder.is_dir():
+            raise

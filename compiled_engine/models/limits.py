@@ -1,0 +1,66 @@
+"""Arithmetic type and longest sequence: what the user asked for against what model and machine offer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ConfigError
+from .checkpoint import Checkpoint
+from .locate import ModelFiles
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+
+
+def resolve_dtype(requested: str, files: ModelFiles) -> torch.dtype:
+    """The arithmetic type that ``requested`` means on CPU.
+
+    ``auto`` is float32, except for a checkpoint of 16-bit floats on a CPU with bf16 instructions, where it is bfloat16.
+    Raises ``ConfigError`` for an unknown name.
+    """
+    if requested in _DTYPES:
+        return _DTYPES[requested]
+    if requested != "auto":
+        raise ConfigError(f"dtype is {requested!r}: choose one of auto, {', '.join(_DTYPES)}")
+    with Checkpoint(files) as checkpoint:
+        stored = checkpoint.dtype
+    sixteen_bits = stored in (torch.bfloat16, torch.float16)
+    return torch.bfloat16 if sixteen_bits and cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), by what the kernel says."""
+    try:
+        lines = cpuinfo.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return False  # no such file outside Linux; float32 is always right
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return not _BF16_FLAGS.isdisjoint(value.split())
+    return False
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The positions that the model was made for; None when its config names no limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def resolve_max_model_len(config: PretrainedConfig, requested: int | None) -> int:
+    """Most tokens of one sequence: ``requested``, or the model's own limit.
+
+    Raises ``ConfigError`` when ``requested`` exceeds that limit, or when there is neither.
+    """
+    limit = max_positions(config)
+    if requested is None and limit is None:
+        raise ConfigError("the model's config names no longest sequence: set max_model_len")
+    if requested is not None and limit is not None and requested > limit:
+        raise ConfigError(f"max_model_len is {requested}, but the model has {limit} positions: ask for at most {limit}")
+    return requested if requested is not None else int(limit or 0)
