@@ -46,6 +46,8 @@ def capture(module: nn.Module) -> CapturedGraph:
     Nothing is computed and no page of a weight is touched: tracing sees shapes. The token and row dimensions are
     symbolic. Raises ``CaptureError`` for whatever does not fit into one graph, naming the source line.
     """
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
     captured: list[CapturedGraph] = []
     names = _tensor_names(module)
     examples = {
@@ -56,6 +58,7 @@ def capture(module: nn.Module) -> CapturedGraph:
 
     def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         captured.append(_describe(graph_module, example_inputs, names, examples))
+        _check_sizes(captured[-1])
         outputs = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         return lambda *args: (examples[INPUT_IDS],) * outputs
 
@@ -72,10 +75,14 @@ def capture(module: nn.Module) -> CapturedGraph:
     compiled = torch.compile(
         fresh, fullgraph=True, backend=backend, options={"guard_filter_fn": lambda entries: [False] * len(entries)}
     )
+    # What Dynamo learned from an earlier model at the same source line must not turn this one's numbers into inputs.
+    alone = torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True, specialize_int=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), alone:
             compiled(**examples)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:
+        if isinstance(refusal := getattr(error, "inner_exception", None), CaptureError):
+            raise CaptureError(f"{refusal}\n(model class {type(module).__name__})") from None
         raise CaptureError(
             f"the model cannot be captured as one graph: {error}\n(model class {type(module).__name__})"
         ) from error
@@ -117,3 +124,26 @@ def _describe(
     if constants := [node.name for node in graph_module.graph.nodes if node.op in ("get_attr", "call_module")]:
         raise CaptureError(f"the graph holds constants or submodules that are no weights: {', '.join(constants[:8])}")
     return CapturedGraph(graph_module, inputs, weights)
+
+
+def _check_sizes(captured: CapturedGraph) -> None:
+    """Refuse a graph that is right for some numbers of tokens or rows only.
+
+    Dynamo follows one side of ``if num_tokens > 512`` and guards it; here nothing would check the guard.
+    """
+    nodes = {name: captured.placeholder(name) for name in (INPUT_IDS, POSITIONS, LOGITS_INDICES)}
+    sizes = {name: node.meta["example_value"].shape[0] for name, node in nodes.items() if node is not None}
+    for name, size in sizes.items():
+        if not isinstance(size, torch.SymInt):
+            raise CaptureError(f"the model fixes the length of {name} to {size}: its graph would fit no other length")
+        for guard in size.node.shape_env.guards:
+            # All that may be asked is that there are as many positions as tokens.
+            if not (guard.expr.is_Equality and all(side.is_symbol for side in guard.expr.args)):
+                raise CaptureError(
+                    f"the model takes another path for some lengths, and one graph holds one path: {guard.expr}, asked "
+                    f"at {guard.sloc}"
+                )
+    if LOGITS_INDICES in sizes and sizes[LOGITS_INDICES].node.expr in [
+        size.node.expr for name, size in sizes.items() if name != LOGITS_INDICES
+    ]:
+        raise CaptureError("the model wants as many sampled rows as tokens: its head cannot run on some rows alone")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from compiled_engine.compile.capture import INPUT_IDS, LOGITS_INDICES, POSITIONS
 from compiled_engine.compile.pieces import CompiledPiece
-from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, TensorSpec
+from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, TensorSpec, check_plan
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
 from compiled_engine.ops.attention import PagedAttention, attend
@@ -42,6 +42,7 @@ class CompiledModel:
     ) -> None:
         self.plan = plan
         self.static_context = static_context
+        check_plan(plan)
         _check_parts(plan, pieces, weights, static_context)
         self._pieces = dict(pieces)
         self._specs = {piece.key: piece for piece in plan.pieces}
@@ -110,9 +111,12 @@ class CompiledModel:
 
         def run(values: Values) -> None:
             arguments = [values[place] for place in inputs]
+            symbols: dict[str, int] = {}
+            if self._verify:
+                _check_tensors("input", arguments, spec.inputs, step, symbols)
             results = piece(arguments)  # type: ignore[arg-type]
             if self._verify:
-                _check_tensors([*arguments, *results], [*spec.inputs, *spec.outputs], step)
+                _check_tensors("output", results, spec.outputs, step, symbols)
             for place, result in zip(outputs, results, strict=True):
                 values[place] = result
 
@@ -150,18 +154,31 @@ def _check_parts(
         if missing := sorted(asked - given):
             raise PlanError(f"the plan asks for {what} that are not there: {', '.join(missing[:8])}")
     for recipe in plan.weights:
-        if (shape := tuple(weights[recipe.key].shape)) != recipe.shape:
+        weight = weights[recipe.key]
+        if (shape := tuple(weight.shape)) != recipe.shape:
             raise PlanError(f"weight {recipe.key!r} has shape {shape}, the plan asks for {recipe.shape}")
+        if weight.dtype != recipe.dtype:
+            raise PlanError(f"weight {recipe.key!r} is {weight.dtype}, the plan asks for {recipe.dtype}")
 
 
-def _check_tensors(tensors: list[torch.Tensor | None], specs: list[TensorSpec], step: PieceStep) -> None:
-    symbols: dict[str, int] = {}
+def _check_tensors(
+    side: str,
+    tensors: Sequence[torch.Tensor | None],
+    specs: Sequence[TensorSpec],
+    step: PieceStep,
+    symbols: dict[str, int],
+) -> None:
+    """Compare with the plan; ``symbols`` collects what each symbol of the piece stands for in this step."""
+    if len(tensors) != len(specs):
+        raise PlanError(f"piece {step.piece[:12]} has {len(tensors)} {side}s, the plan says {len(specs)}")
     for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-        where = f"tensor {index} of piece {step.piece[:12]} ({', '.join(step.outputs)})"
+        where = f"{side} {index} of piece {step.piece[:12]} ({', '.join(step.outputs)})"
         if tensor is None:
             raise PlanError(f"{where} was never made")
         if tensor.dtype != spec.torch_dtype:
             raise PlanError(f"{where} has dtype {tensor.dtype}, the plan says {spec.dtype}")
+        if tensor.dim() != len(spec.shape):
+            raise PlanError(f"{where} has shape {tuple(tensor.shape)}, the plan says {spec.shape}")
         sizes = list(zip(tensor.shape, spec.shape, strict=True))
         if not tensor.is_mkldnn:
             # The stride of a dimension of size one is never used.

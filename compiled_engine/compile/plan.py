@@ -119,7 +119,7 @@ class GraphPlan:
                 vocab_size=data["vocab_size"],
                 passes=data["passes"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is no graph plan: {type(error).__name__}: {error}") from error
 
 
@@ -139,3 +139,36 @@ def _step_from_json(data: Mapping[str, Any]) -> Step:
     if "piece" in data:
         return _piece_step(data)
     return AttentionStep(**(dict(data) | {"release": tuple(data["release"])}))
+
+
+def check_plan(plan: GraphPlan) -> None:
+    """Raise ``PlanError`` unless every step uses what is there when it runs: pieces, weights, layers and values."""
+    pieces = {piece.key: piece for piece in plan.pieces}
+    weights = {f"weight:{recipe.key}" for recipe in plan.weights}
+    layers = {layer.layer_name for layer in plan.layers}
+    known = {"value:input_ids", "value:positions"}
+    for step in plan.steps:
+        _check_step(step, pieces, layers, weights | known)
+        made = (step.out,) if isinstance(step, AttentionStep) else step.outputs
+        known |= {f"value:{name}" for name in made}
+        known -= {f"value:{name}" for name in step.release}
+    if f"value:{plan.hidden}" not in known:
+        raise PlanError(f"no step of the plan leaves its hidden states {plan.hidden!r}")
+    _check_step(plan.head, pieces, layers, weights | {f"value:{plan.hidden}", "value:logits_indices"})
+
+
+def _check_step(step: Step, pieces: Mapping[str, PieceSpec], layers: set[str], known: set[str]) -> None:
+    if isinstance(step, AttentionStep):
+        what = f"attention of {step.layer_name!r}"
+        inputs = tuple(f"value:{name}" for name in (step.query, step.key, step.value))
+        if step.layer_name not in layers:
+            raise PlanError(f"a step attends in layer {step.layer_name!r}, which is not among the plan's layers")
+    else:
+        what, inputs = f"piece {step.piece[:12]!r}", step.inputs
+        if step.piece not in pieces:
+            raise PlanError(f"a step runs {what}, which is not among the plan's pieces")
+        spec = pieces[step.piece]
+        if (len(step.inputs), len(step.outputs)) != (len(spec.inputs), len(spec.outputs)):
+            raise PlanError(f"a step gives {what} another number of inputs or outputs than it has")
+    if missing := [name for name in inputs if name not in known]:
+        raise PlanError(f"{what} reads what is not there when it runs: {', '.join(missing[:8])}")

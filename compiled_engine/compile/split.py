@@ -6,6 +6,7 @@ equal layers give equal pieces and a compiled piece takes tensors alone.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,11 @@ from compiled_engine.compile.plan import AttentionStep, PieceSpec
 from compiled_engine.errors import CaptureError
 
 _CREATORS = ("new_empty", "empty_like", "empty")
+_IN_PLACE_OPERATORS = (
+    *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv),
+    *(operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor),
+    *(operator.ilshift, operator.irshift),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,16 @@ def is_attention(node: Node) -> bool:
     """Whether ``node`` calls our attention op."""
     op = torch.ops.compiled_engine.attention
     return node.op == "call_function" and node.target in (op, op.default)
+
+
+def changes_in_place(node: Node) -> bool:
+    """Whether ``node`` changes a tensor that was there before (or has another effect), so that order matters."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or node.target in _IN_PLACE_OPERATORS:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+        return True
+    return node.op == "call_function" and node.is_impure()
 
 
 class _Splitter:
@@ -188,16 +204,10 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-def _mutates(node: Node) -> bool:
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.is_impure()
-
-
 def _needed(nodes: Iterable[Node], outputs: Iterable[Node]) -> list[Node]:
     """Those of ``nodes`` that the outputs depend on, and those that change a tensor in place."""
     nodes = list(nodes)
-    wanted = set(outputs) | {node for node in nodes if _mutates(node)}
+    wanted = set(outputs) | {node for node in nodes if changes_in_place(node)}
     for node in reversed(nodes):
         if node in wanted:
             wanted.update(node.all_input_nodes)

@@ -8,6 +8,7 @@ import torch
 
 from compiled_engine.compile.capture import CapturedGraph
 from compiled_engine.compile.passes.merge_linears import LINEAR, add_weight, linear_arguments, remove_unused_weights
+from compiled_engine.ops.linear import can_pack_dtype
 
 
 def use_backend_linear(captured: CapturedGraph) -> int:
@@ -21,7 +22,7 @@ def use_backend_linear(captured: CapturedGraph) -> int:
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         source, weight, bias = linear_arguments(node)
         recipe = captured.weights.get(weight.name)
-        if recipe is None or len(recipe.shape) != 2:
+        if recipe is None or len(recipe.shape) != 2 or not can_pack_dtype(recipe.dtype):
             continue
         packed = add_weight(captured, replace(recipe, packed=True), weight.meta["example_value"])
         with graph.inserting_before(node):

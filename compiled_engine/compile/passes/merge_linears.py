@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from compiled_engine.compile.capture import CapturedGraph
+from compiled_engine.compile.split import changes_in_place, is_attention
 from compiled_engine.compile.weights import WeightRecipe
 
 LINEAR = torch.nn.functional.linear
@@ -16,17 +17,22 @@ LINEAR = torch.nn.functional.linear
 def merge_linears(captured: CapturedGraph) -> int:
     """Replace linears of one input by one linear over their concatenated weights and a narrow view for each.
 
-    Only weights (and biases) straight from the checkpoint are merged, and linears with and without bias stay apart.
+    Only weights (and biases) straight from the checkpoint are merged; linears with and without bias stay apart, and so
+    do those before and after an operation in place, which may have changed their input.
     Returns the number of linears that went away.
     """
     graph = captured.graph_module.graph
-    groups: dict[tuple[Node, bool], list[Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=LINEAR):
-        source, _, bias = linear_arguments(node)
-        if all(operand.name in captured.weights for operand in _operands(node)):
-            groups[source, bias is not None].append(node)
+    groups: dict[tuple[Node, bool, int], list[Node]] = defaultdict(list)
+    writes = 0
+    for node in graph.nodes:
+        if changes_in_place(node) and not is_attention(node):
+            writes += 1
+        if node.op == "call_function" and node.target is LINEAR:
+            source, weight, bias = linear_arguments(node)
+            if all(operand.name in captured.weights for operand in _operands(node)) and _is_matrix(captured, weight):
+                groups[source, bias is not None, writes].append(node)
     removed = 0
-    for (source, _), nodes in groups.items():
+    for (source, _, _), nodes in groups.items():
         if len(nodes) > 1:
             _merge(captured, source, nodes)
             removed += len(nodes) - 1
@@ -63,6 +69,10 @@ def remove_unused_weights(captured: CapturedGraph) -> None:
             graph.erase_node(node)
 
 
+def _is_matrix(captured: CapturedGraph, weight: Node) -> bool:
+    return len(captured.weights[weight.name].shape) == 2
+
+
 def _operands(node: Node) -> list[Node]:
     _, weight, bias = linear_arguments(node)
     return [weight] if bias is None else [weight, bias]
@@ -79,6 +89,10 @@ def _merge(captured: CapturedGraph, source: Node, nodes: list[Node]) -> None:
             width = int(linear_arguments(node)[1].meta["example_value"].shape[0])
             part = graph.call_function(torch.narrow, (merged, -1, start, width))
             node.replace_all_uses_with(part)
+            for user in part.users:
+                # A narrow view has gaps between its rows, which not every view can bridge.
+                if user.op == "call_method" and user.target == "view":
+                    user.target = "reshape"
             start += width
     for node in nodes:
         graph.erase_node(node)
