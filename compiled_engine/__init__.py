@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
-    from .engine.outputs import CompletionOutput, RequestOutput
-    from .engine.sampling_params import SamplingParams
-    from .llm import LLM
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.engine.outputs import CompletionOutput, RequestOutput
+    from compiled_engine.engine.sampling_params import SamplingParams
+    from compiled_engine.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]

@@ -56,7 +56,6 @@ class TransformersOracle:
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=new_tokens,
-                eos_token_id=-1,
                 pad_token_id=0,
             )
         return output[0, ids.shape[1] :].tolist()
@@ -70,7 +69,9 @@ class TransformersOracle:
     def _load(self, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, attn_implementation=self.attention).eval()
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, attn_implementation=self.attention)
+        model.generation_config.eos_token_id = None
+        return model.eval()
 
 
 def check_greedy(

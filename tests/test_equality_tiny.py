@@ -13,6 +13,8 @@ from oracle import TINY_TOLERANCE, TransformersOracle, check_greedy
 from tiny_models import ARCHITECTURES, VOCAB_SIZE, write_tiny_model
 
 NEW_TOKENS = 16
+QUICK = ("llama", "gemma3", "gpt2")
+"""The architectures least like each other; the others take part in the full run."""
 PROMPT_LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 18, 31, 33, 40, 47, 64, 65, 70, 90, 100, 7, 20)
 
 
@@ -51,7 +53,10 @@ def generate(folder: Path, **config: object) -> tuple[list[list[int]], int]:
     return [output.outputs[0].token_ids for output in outputs], preemptions
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ARCHITECTURES],
+)
 def test_greedy_equals_transformers_in_chunks_and_preempted(architecture: str, tiny_oracle: Oracle) -> None:
     """One batch; chunks shorter than most prompts; a cache too small for all requests, so that some are preempted."""
     oracle, expected = tiny_oracle(architecture)

@@ -6,12 +6,12 @@ What cannot be honoured is refused by name here, before anything is compiled.
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint
-from .definition import ModelDefinition, build_definition
-from .gguf import convert_gguf, default_cache_root
-from .limits import resolve_dtype, resolve_max_model_len
-from .locate import ModelFiles, find_model
-from .weights import ExpectedWeights, expected_weights, resolve_names
+from compiled_engine.models.checkpoint import Checkpoint
+from compiled_engine.models.definition import ModelDefinition, build_definition
+from compiled_engine.models.gguf import convert_gguf, default_cache_root
+from compiled_engine.models.limits import resolve_dtype, resolve_max_model_len
+from compiled_engine.models.locate import ModelFiles, find_model
+from compiled_engine.models.weights import ExpectedWeights, expected_weights, resolve_names
 
 __all__ = [
     "Checkpoint",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import UnsupportedModelError
-from ..ops.attention import AttentionSpec
-from .masks import MaskFunction, classify_mask
+from compiled_engine.errors import UnsupportedModelError
+from compiled_engine.models.masks import MaskFunction, classify_mask
+from compiled_engine.ops.attention import AttentionSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,9 +13,9 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from ..errors import WeightsError
-from .locate import ModelFiles
-from .safetensors_file import TensorInfo, read_header
+from compiled_engine.errors import WeightsError
+from compiled_engine.models.locate import ModelFiles
+from compiled_engine.models.safetensors_file import TensorInfo, read_header
 
 _CHUNK_BYTES = 8 << 20
 

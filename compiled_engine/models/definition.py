@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import UnsupportedModelError
-from ..ops.attention import AttentionSpec
-from .attention_interface import RECORDING, discover_layers, register_interface
-from .checkpoint import Checkpoint
-from .limits import max_positions
-from .locate import ModelFiles
-from .support import check_model, load_config
-from .weights import ExpectedWeights, expected_weights, model_name, resolve_names
+from compiled_engine.errors import UnsupportedModelError
+from compiled_engine.models.attention_interface import RECORDING, discover_layers, register_interface
+from compiled_engine.models.checkpoint import Checkpoint
+from compiled_engine.models.limits import max_positions
+from compiled_engine.models.locate import ModelFiles
+from compiled_engine.models.support import check_model, load_config
+from compiled_engine.models.weights import ExpectedWeights, expected_weights, model_name, resolve_names
+from compiled_engine.ops.attention import AttentionSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
+from compiled_engine.errors import ModelError
 
 if TYPE_CHECKING:
     import torch

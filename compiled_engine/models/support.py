@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError, UnsupportedModelError
-from .locate import ModelFiles
+from compiled_engine.errors import ModelError, UnsupportedModelError
+from compiled_engine.models.locate import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

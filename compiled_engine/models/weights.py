@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import UnsupportedModelError, WeightsError
-from .safetensors_file import TensorInfo
+from compiled_engine.errors import UnsupportedModelError, WeightsError
+from compiled_engine.models.safetensors_file import TensorInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

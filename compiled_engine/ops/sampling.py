@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import LogitsError
+from compiled_engine.errors import LogitsError
 
 # Sizes of the sorted heads that are tried before a whole vocabulary is sorted for top_p: most distributions are narrow.
 _TOP_P_HEADS = (256, 2048)
