@@ -50,17 +50,33 @@ class CacheNotBound(ContextError):
     def __init__(self, layer_name: str, state: str) -> None:
         self.layer_name = layer_name
         super().__init__(
-            f"layer {layer_name!r} has no KV cache (state: {state}): call bind_kv_cache(kv_caches, forward_context) first"
+            f"layer {layer_name!r} has no KV cache (state: {state}): "
+            "call bind_kv_cache(kv_caches, forward_context) first"
         )
 
 
 class BindError(ContextError, ValueError):
-    """``bind_kv_cache`` refused a mapping. ``faults`` lists every fault that was found; nothing was changed."""
+    """Binding or sealing was refused. ``faults`` lists every fault that was found; nothing was changed."""
 
-    def __init__(self, faults: Sequence[str]) -> None:
+    def __init__(self, faults: Sequence[str], action: str = "bind KV caches") -> None:
         self.faults = tuple(faults)
         lines = "\n".join(f"  - {fault}" for fault in self.faults)
-        super().__init__(f"cannot bind KV caches, {len(self.faults)} fault(s), nothing was changed:\n{lines}")
+        super().__init__(f"cannot {action}, {len(self.faults)} fault(s), nothing was changed:\n{lines}")
+
+
+class StaleGraph(ContextError):
+    """A captured graph must not be replayed: a cache is no longer where it was at capture.
+
+    ``captured`` and ``present`` are addresses; ``present`` None: the layer has no cache now.
+    """
+
+    def __init__(self, layer_name: str, captured: int, present: int | None) -> None:
+        self.layer_name, self.captured, self.present = layer_name, captured, present
+        now = "has none now" if present is None else f"is at {present:#x} now"
+        super().__init__(
+            f"the captured graph is stale: the KV cache of layer {layer_name!r} was at {captured:#x} and {now}: "
+            "bind the cache it was captured with, or capture again"
+        )
 
 
 class ForwardContextError(ContextError):
