@@ -28,8 +28,7 @@ def describe_tensors(
         return str(expression.xreplace(symbols))
 
     def describe(tensor: torch.Tensor) -> TensorSpec:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return TensorSpec(tuple(map(extent, tensor.shape)), tuple(map(extent, tensor.stride())), dtype)
+        return TensorSpec(tuple(map(extent, tensor.shape)), tuple(map(extent, tensor.stride())), tensor.dtype)
 
     return tuple(map(describe, inputs)), tuple(map(describe, outputs))
 

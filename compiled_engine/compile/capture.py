@@ -48,6 +48,8 @@ def capture(module: nn.Module) -> CapturedGraph:
     """
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+    if torch._dynamo.config.disable:
+        raise CaptureError("Dynamo is switched off (TORCHDYNAMO_DISABLE), so no graph can be captured: unset it")
     captured: list[CapturedGraph] = []
     names = _tensor_names(module)
     examples = {

@@ -86,7 +86,7 @@ class CompiledModel:
             raise PlanError("the plan's head made no logits")
         return logits
 
-    def verify_next(self, enabled: bool) -> None:
+    def verify(self, enabled: bool) -> None:
         """Check shapes, strides and dtypes of everything that pieces give and take (for warm-up; off while serving).
 
         A compiled piece trusts its inputs: a stride that differs from the plan's would be read as garbage.
@@ -126,12 +126,16 @@ class CompiledModel:
         layer = self.static_context[step.layer_name]
         if not isinstance(layer, PagedAttention):
             raise PlanError(f"layer {step.layer_name!r} is a {type(layer).__name__}, the plan needs a PagedAttention")
-        query, key, value, out = (self._place(f"value:{name}") for name in (step.query, step.key, step.value, step.out))
+        if layer.writes_cache and (step.key is None or step.value is None):
+            raise PlanError(f"the plan gives layer {step.layer_name!r} no keys and values, and it shares no other's")
+        query, out = self._place(f"value:{step.query}"), self._place(f"value:{step.out}")
+        key, value = (None if name is None else self._place(f"value:{name}") for name in (step.key, step.value))
 
         def run(values: Values) -> None:
-            q, k, v = values[query], values[key], values[value]
-            if q is None or k is None or v is None:
-                raise PlanError(f"attention of {step.layer_name!r} runs before its query, key and value are made")
+            q = values[query]
+            k, v = None if key is None else values[key], None if value is None else values[value]
+            if q is None:
+                raise PlanError(f"attention of {step.layer_name!r} runs before its query is made")
             result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             attend(layer, q, k, v, result, get_forward_context())
             values[out] = result
@@ -153,6 +157,10 @@ def _check_parts(
     for what, (asked, given) in wanted.items():
         if missing := sorted(asked - given):
             raise PlanError(f"the plan asks for {what} that are not there: {', '.join(missing[:8])}")
+    for spec in plan.layers:
+        layer = static_context[spec.layer_name]
+        if isinstance(layer, PagedAttention) and layer.attention_spec != spec:
+            raise PlanError(f"layer {spec.layer_name!r} is {layer.attention_spec}, the plan asks for {spec}")
     for recipe in plan.weights:
         weight = weights[recipe.key]
         if (shape := tuple(weight.shape)) != recipe.shape:
@@ -175,7 +183,7 @@ def _check_tensors(
         where = f"{side} {index} of piece {step.piece[:12]} ({', '.join(step.outputs)})"
         if tensor is None:
             raise PlanError(f"{where} was never made")
-        if tensor.dtype != spec.torch_dtype:
+        if tensor.dtype != spec.dtype:
             raise PlanError(f"{where} has dtype {tensor.dtype}, the plan says {spec.dtype}")
         if tensor.dim() != len(spec.shape):
             raise PlanError(f"{where} has shape {tuple(tensor.shape)}, the plan says {spec.shape}")

@@ -14,6 +14,7 @@ from compiled_engine.compile.passes import passes_for, run_passes
 from compiled_engine.compile.pieces import CompiledPiece, PieceCompiler
 from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, Step
 from compiled_engine.compile.split import Piece, SplitGraph, split_at_attention
+from compiled_engine.errors import CaptureError
 from compiled_engine.ops.attention import AttentionSpec
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +41,7 @@ def plan_model(
     fired = run_passes(captured, passes_for(device))
     for name, count in fired.items():
         counters.passes[name] = counters.passes.get(name, 0) + count
-    split = split_at_attention(captured)
+    split = split_at_attention(captured, {layer.layer_name for layer in layers if layer.shares_with is not None})
     unique: dict[str, Piece] = {}
     for piece in [*(step for step in split.steps if isinstance(step, Piece)), split.head]:
         unique.setdefault(piece.spec.key, piece)
@@ -48,9 +49,8 @@ def plan_model(
     counters.heads += 1
     steps = _steps(split)
     counters.attention_layers += sum(isinstance(step, AttentionStep) for step in steps)
-    by_name = {layer.layer_name: layer for layer in layers}
     plan = GraphPlan(
-        layers=tuple(by_name[step.layer_name] for step in steps if isinstance(step, AttentionStep)),
+        layers=_layers_in_order(steps, layers),
         weights=tuple({recipe.key: recipe for recipe in captured.weights.values()}.values()),
         pieces=tuple(piece.spec for piece in unique.values()),
         steps=tuple(steps[:-1]),
@@ -90,6 +90,15 @@ def _steps(split: SplitGraph) -> list[Step]:
     return [replace(step, release=_released(step, index, last_reader, kept)) for index, step in enumerate(steps)]
 
 
+def _layers_in_order(steps: Sequence[Step], layers: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    by_name = {layer.layer_name: layer for layer in layers}
+    names = [step.layer_name for step in steps if isinstance(step, AttentionStep)]
+    if sorted(names) != sorted(by_name):
+        unlike = sorted(set(names) ^ set(by_name))[:8]
+        raise CaptureError(f"the captured graph attends in other layers than were found before: {unlike}")
+    return tuple(by_name[name] for name in names)
+
+
 def _released(step: Step, index: int, last_reader: dict[str, int], kept: set[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in _values(step) if last_reader[name] == index and name not in kept))
 
@@ -97,5 +106,5 @@ def _released(step: Step, index: int, last_reader: dict[str, int], kept: set[str
 def _values(step: Step) -> list[str]:
     """Names of the values that a step reads, and of those it makes (they may have no reader at all)."""
     if isinstance(step, AttentionStep):
-        return [step.query, step.key, step.value, step.out]
+        return [name for name in (step.query, step.key, step.value, step.out) if name is not None]
     return [name.removeprefix("value:") for name in step.inputs if name.startswith("value:")] + list(step.outputs)

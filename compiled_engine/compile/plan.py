@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -25,11 +27,7 @@ class TensorSpec:
 
     shape: tuple[int | str, ...]
     stride: tuple[int | str, ...]
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,15 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """Let the layer ``layer_name`` attend; the plan allocates ``out``, [num_tokens, num_heads, head_dim]."""
+    """Let the layer ``layer_name`` attend; the plan allocates ``out``, [num_tokens, num_heads, head_dim].
+
+    ``key`` and ``value`` are None for a layer that reads what another layer has stored.
+    """
 
     layer_name: str
     query: str
-    key: str
-    value: str
+    key: str | None
+    value: str | None
     out: str
     release: tuple[str, ...] = ()
 
@@ -89,18 +90,7 @@ class GraphPlan:
 
     def to_json(self) -> str:
         """The plan as JSON text; ``from_json`` gives an equal plan back."""
-        data = {
-            "version": PLAN_VERSION,
-            "layers": [layer.to_json() for layer in self.layers],
-            "weights": [recipe.to_json() for recipe in self.weights],
-            "pieces": [asdict(piece) for piece in self.pieces],
-            "steps": [asdict(step) for step in self.steps],
-            "head": asdict(self.head),
-            "hidden": self.hidden,
-            "vocab_size": self.vocab_size,
-            "passes": dict(self.passes),
-        }
-        return json.dumps(data, indent=1)
+        return json.dumps({"version": PLAN_VERSION, **asdict(self)}, indent=1, default=_dtype_name)
 
     @classmethod
     def from_json(cls, text: str) -> GraphPlan:
@@ -109,36 +99,46 @@ class GraphPlan:
             data = json.loads(text)
             if data["version"] != PLAN_VERSION:
                 raise PlanError(f"the plan has version {data['version']}, this engine reads {PLAN_VERSION}")
-            return cls(
-                layers=tuple(AttentionSpec(**layer) for layer in data["layers"]),
-                weights=tuple(WeightRecipe.from_json(recipe) for recipe in data["weights"]),
-                pieces=tuple(_piece_from_json(piece) for piece in data["pieces"]),
-                steps=tuple(_step_from_json(step) for step in data["steps"]),
-                head=_piece_step(data["head"]),
-                hidden=data["hidden"],
-                vocab_size=data["vocab_size"],
-                passes=data["passes"],
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            del data["version"]
+            return _read(cls, data)
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is no graph plan: {type(error).__name__}: {error}") from error
 
 
-def _piece_from_json(data: Mapping[str, Any]) -> PieceSpec:
-    tensors = {
-        side: tuple(TensorSpec(tuple(t["shape"]), tuple(t["stride"]), t["dtype"]) for t in data[side])
-        for side in ("inputs", "outputs")
-    }
-    return PieceSpec(data["key"], tensors["inputs"], tensors["outputs"], data["code"])
+def _dtype_name(value: object) -> str:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"a {type(value).__name__} has no place in a plan")
+    return str(value).removeprefix("torch.")
 
 
-def _piece_step(data: Mapping[str, Any]) -> PieceStep:
-    return PieceStep(data["piece"], *(tuple(data[name]) for name in ("inputs", "outputs", "release")))
+def _read(kind: Any, data: Any) -> Any:
+    """``data``, as JSON gave it, as a value of the annotated type ``kind``. Raises ``TypeError`` if it is none."""
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        if not isinstance(data, dict) or set(data) != set(kinds):
+            raise TypeError(f"{_shown(data)} is no {getattr(kind, '__name__', kind)} with {', '.join(kinds)}")
+        return kind(**{name: _read(kinds[name], value) for name, value in data.items()})  # type: ignore[operator]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for choice in arguments:
+            with contextlib.suppress(TypeError):
+                return _read(choice, data)
+    elif origin is tuple and isinstance(data, list):
+        return tuple(_read(arguments[0], item) for item in data)
+    elif origin is Mapping and isinstance(data, dict):
+        return {name: _read(arguments[1], value) for name, value in data.items()}
+    elif kind is torch.dtype and isinstance(data, str) and isinstance(getattr(torch, data, None), torch.dtype):
+        return getattr(torch, data)
+    elif kind is float and type(data) is int:
+        return float(data)
+    elif type(data) is kind:
+        return data
+    raise TypeError(f"{_shown(data)} is no {kind}")
 
 
-def _step_from_json(data: Mapping[str, Any]) -> Step:
-    if "piece" in data:
-        return _piece_step(data)
-    return AttentionStep(**(dict(data) | {"release": tuple(data["release"])}))
+def _shown(data: object) -> str:
+    text = repr(data)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def check_plan(plan: GraphPlan) -> None:
@@ -160,7 +160,7 @@ def check_plan(plan: GraphPlan) -> None:
 def _check_step(step: Step, pieces: Mapping[str, PieceSpec], layers: set[str], known: set[str]) -> None:
     if isinstance(step, AttentionStep):
         what = f"attention of {step.layer_name!r}"
-        inputs = tuple(f"value:{name}" for name in (step.query, step.key, step.value))
+        inputs = tuple(f"value:{name}" for name in (step.query, step.key, step.value) if name is not None)
         if step.layer_name not in layers:
             raise PlanError(f"a step attends in layer {step.layer_name!r}, which is not among the plan's layers")
     else:

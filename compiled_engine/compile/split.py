@@ -7,7 +7,7 @@ equal layers give equal pieces and a compiled piece takes tensors alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,13 @@ class SplitGraph:
     hidden: str
 
 
-def split_at_attention(captured: CapturedGraph) -> SplitGraph:
+def split_at_attention(captured: CapturedGraph, sharers: Collection[str] = ()) -> SplitGraph:
     """Cut the graph before and after every attention and where rows are selected for the head.
 
+    ``sharers`` are layers that read another layer's cache: no keys and values are passed to them.
     Raises ``CaptureError`` for a graph without attention, or one whose head is not at its end.
     """
-    return _Splitter(captured).split()
+    return _Splitter(captured, sharers).split()
 
 
 def is_attention(node: Node) -> bool:
@@ -74,8 +75,9 @@ def changes_in_place(node: Node) -> bool:
 class _Splitter:
     """Assigns every node to a stage (0, 1, ... between attentions; the head last) and cuts one piece per stage."""
 
-    def __init__(self, captured: CapturedGraph) -> None:
+    def __init__(self, captured: CapturedGraph, sharers: Collection[str]) -> None:
         self.captured = captured
+        self.sharers = sharers
         self.graph = captured.graph_module.graph
         self.attentions = [node for node in self.graph.nodes if is_attention(node)]
         if not self.attentions:
@@ -88,8 +90,7 @@ class _Splitter:
         steps: list[Piece | AttentionStep] = []
         for index, attention in enumerate(self.attentions):
             steps.append(self._cut(index))
-            query, key, value, out, name = _attention_arguments(attention)
-            steps.append(AttentionStep(name, query.name, key.name, value.name, out.name))
+            steps.append(self._attention_step(attention))
         steps.append(self._cut(len(self.attentions)))
         head = self._cut(self.head_stage)
         hidden = [name.removeprefix("value:") for name in head.inputs if name.startswith("value:")]
@@ -97,6 +98,12 @@ class _Splitter:
         if len(hidden) != 1:
             raise CaptureError(f"the head must read one value of the backbone, it reads {hidden}")
         return SplitGraph(tuple(steps), head, hidden[0])
+
+    def _attention_step(self, attention: Node) -> AttentionStep:
+        query, key, value, out, name = _attention_arguments(attention)
+        if name in self.sharers:
+            return AttentionStep(name, query.name, None, None, out.name)
+        return AttentionStep(name, query.name, key.name, value.name, out.name)
 
     def _assign_stages(self) -> dict[Node, int]:
         indices = self.captured.placeholder(LOGITS_INDICES)
@@ -131,10 +138,14 @@ class _Splitter:
 
     def _leaves(self, node: Node, stage: int) -> bool:
         """Whether another stage, an attention or the caller reads ``node``."""
-        return any(
-            user.op == "output" or is_attention(user) or self.stage.get(user) not in (stage, None)
-            for user in node.users
-        )
+        for user in node.users:
+            if is_attention(user):
+                step = self._attention_step(user)
+                if node.name in (step.query, step.key, step.value):
+                    return True
+            elif user.op == "output" or self.stage.get(user) not in (stage, None):
+                return True
+        return False
 
 
 class _PieceBuilder:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -29,15 +29,6 @@ class WeightRecipe:
         """Name of this weight in a plan."""
         text = self.sources[0] if len(self.sources) == 1 else f"cat({', '.join(self.sources)})"
         return f"packed({text})" if self.packed else text
-
-    def to_json(self) -> dict[str, Any]:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"sources": list(self.sources), "shape": list(self.shape), "dtype": dtype, "packed": self.packed}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WeightRecipe:
-        dtype = getattr(torch, data["dtype"])
-        return cls(tuple(data["sources"]), tuple(data["shape"]), dtype, bool(data["packed"]))
 
 
 class WeightSource(Protocol):

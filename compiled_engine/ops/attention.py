@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from compiled_engine.context import (
     get_forward_context,
 )
 from compiled_engine.errors import ForwardContextError
-
-from .library import LIBRARY
+from compiled_engine.ops.library import LIBRARY
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class AttentionSpec:
     """What one attention layer computes, apart from its cache.
 
     ``scale`` multiplies the scores. ``sliding_window`` is the number of positions a query sees, its own included
-    (None: all). ``soft_cap`` c turns scores s into c * tanh(s / c) before the softmax (None: off).
+    (None: all). ``soft_cap`` c turns scores s into c * tanh(s / c) before the softmax (None: off). ``shares_with``
+    names an earlier layer whose keys and values, and so whose cache, this layer reads instead of having its own.
     """
 
     layer_name: str
@@ -38,16 +38,20 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    shares_with: str | None = None
 
     def cache_spec(self, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
         """The cache that this layer needs."""
         kind = CacheKind.FULL if self.sliding_window is None else CacheKind.SLIDING_WINDOW
         return KVCacheSpec(
-            block_size, self.num_kv_heads, self.head_dim, dtype, kind=kind, sliding_window=self.sliding_window
+            block_size,
+            self.num_kv_heads,
+            self.head_dim,
+            dtype,
+            kind=kind,
+            sliding_window=self.sliding_window,
+            shares_with=self.shares_with,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class AttentionBackend(Protocol):
@@ -92,15 +96,16 @@ class PagedAttention(CacheLayer):
 def attend(
     layer: PagedAttention,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     out: torch.Tensor,
     context: ForwardContext,
 ) -> None:
     """Write this step's K/V into the layer's cache, then attend over all of its cached tokens.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], rows in the order
-    of ``context``'s metadata. A profile step has no caches: ``out`` is zeroed.
+    of ``context``'s metadata; a layer that shares another's cache writes nothing and may be given None. A profile step
+    has no caches: ``out`` is zeroed. Raises ``ForwardContextError`` for missing keys and for another number of rows.
     """
     if context.step_kind is StepKind.PROFILE:
         out.zero_()
@@ -111,7 +116,10 @@ def attend(
             f"layer {layer.layer_name!r} gets {query.shape[0]} rows, the step's slot mapping has {slots.shape[0]}"
         )
     kv_cache = layer.kv_cache
-    layer.backend.write_kv(kv_cache, key, value, slots)
+    if layer.writes_cache:
+        if key is None or value is None:
+            raise ForwardContextError(f"layer {layer.layer_name!r} has a cache of its own and gets no keys and values")
+        layer.backend.write_kv(kv_cache, key, value, slots)
     layer.backend.attend(layer.attention_spec, query, kv_cache, context.attention_metadata[layer.group], out)
 
 
@@ -119,6 +127,11 @@ def _attention_by_name(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer_name: str
 ) -> None:
     context = get_forward_context()
+    if layer_name not in context.static_context:
+        raise ForwardContextError(
+            f"no layer {layer_name!r} in the step's context, which has {len(context.static_context)} layers: register "
+            "it under the name that the graph calls"
+        )
     layer = context.static_context[layer_name]
     if not isinstance(layer, PagedAttention):
         raise ForwardContextError(f"layer {layer_name!r} is a {type(layer).__name__}, not a PagedAttention")

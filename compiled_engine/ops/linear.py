@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from .library import LIBRARY
+from compiled_engine.ops.library import LIBRARY
 
 
 def can_pack(device: torch.device) -> bool:
     """Whether weights are packed on this device, i.e. whether torch was built with oneDNN and runs on a CPU."""
     return device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
+def can_pack_dtype(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs and multiplies ``dtype`` here: 16-bit types need instructions that not all CPUs have."""
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype is torch.float32
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

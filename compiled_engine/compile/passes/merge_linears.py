@@ -55,6 +55,8 @@ def add_weight(captured: CapturedGraph, recipe: WeightRecipe, example: torch.Ten
             return placeholders[name]
     with graph.inserting_after(list(placeholders.values())[-1]):
         node = graph.placeholder("weight")
+    # The name of the argument in generated code, which no two may share.
+    node.target = node.name
     node.meta["example_value"] = example
     captured.weights[node.name] = recipe
     return node

@@ -6,6 +6,6 @@ Everything that depends only on the step, not on the layer, is computed once per
 
 from __future__ import annotations
 
-from .attention import CpuAttention, CpuAttentionMetadata
+from compiled_engine.ops.cpu.attention import CpuAttention, CpuAttentionMetadata
 
 __all__ = ["CpuAttention", "CpuAttentionMetadata"]

@@ -1,6 +1,6 @@
 """Paged attention on CPU: gather the cached tokens of a step, then torch's attention on them.
 
-Requests with one new token are batched, those of similar length together, so that padding stays below half; the
+Requests with one new token are batched, those of similar length together, so that little of a batch is padding; the
 query heads of one KV head are treated as query rows, so GQA repeats nothing. Requests with several new tokens
 (prompt chunks) run one by one. Masked places of a batch point at the request's own first visible token: they are
 finite whatever the rest of the cache holds, so nothing outside a request can reach its result.
@@ -197,7 +197,7 @@ def _attention(
         )
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * spec.scale
+    scores = torch.matmul(query.float(), key.transpose(-1, -2).float()) * spec.scale
     scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     if is_causal:
         scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu_(1)
