@@ -59,6 +59,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**_SIZES, "sliding_window": WINDOW}),
     "gemma2": ("Gemma2Config", {**_SIZES, **_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
     "gemma3": ("Gemma3TextConfig", {**_SIZES, **_GEMMA}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_SIZES,
+            **_GEMMA,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "intermediate_size": 96,
+            "num_kv_shared_layers": 3,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
+        },
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITIONS}),
     "phi3": ("Phi3Config", _SIZES),
 }

@@ -77,6 +77,7 @@ class _Recorder:
     num_positions: int
     masks: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
     layers: dict[int, AttentionSpec] = field(default_factory=dict)
+    keys: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
 
 
 _RECORDER: ContextVar[_Recorder] = ContextVar("compiled_engine_recorder")
@@ -157,6 +158,8 @@ def _record_attention(
     _check_arguments(name, kwargs)
     num_heads, num_kv_heads, head_dim = _check_shapes(name, query, key, value)
     scaling, soft_cap = kwargs.get("scaling"), kwargs.get("softcap")
+    # A layer that is handed the very keys of an earlier one reads that one's cache. Keeping the tensor keeps its id.
+    _, owner = recorder.keys.setdefault(id(key), (key, name))
     recorder.layers[id(module)] = AttentionSpec(
         layer_name=name,
         num_heads=num_heads,
@@ -165,6 +168,7 @@ def _record_attention(
         scale=float(scaling) if scaling is not None else head_dim**-0.5,
         sliding_window=_window(name, recorder, attention_mask, kwargs.get("sliding_window")),
         soft_cap=float(soft_cap) if soft_cap is not None else None,
+        shares_with=owner if owner != name else None,
     )
     return query.new_empty(1, query.shape[2], num_heads, head_dim), None
 

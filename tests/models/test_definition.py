@@ -25,6 +25,7 @@ EXPECTED: dict[str, list[tuple[int, int, int, float, int | None, float | None]]]
     "mistral": [(4, 2, 16, 0.25, WINDOW, None)] * 3,
     "gemma2": [(4, 2, 32, 24**-0.5, WINDOW, 5.0), (4, 2, 32, 24**-0.5, None, 5.0)] * 2,
     "gemma3": [(4, 2, 32, 24**-0.5, WINDOW, None), (4, 2, 32, 24**-0.5, None, None)] * 2,
+    "gemma3n": [*[(4, 2, 32, 1.0, WINDOW, None)] * 2, (4, 2, 32, 1.0, None, None)] * 2,
     "gpt2": [(4, 4, 16, 0.25, None, None)] * 3,
     "phi3": [(4, 2, 16, 0.25, None, None)] * 3,
 }
@@ -89,6 +90,15 @@ def test_layers_are_discovered(folders: dict[str, Path], architecture: str) -> N
         assert modules[spec.layer_name].compiled_engine_layer_name == spec.layer_name
     assert definition.config._attn_implementation == IMPLEMENTATION
     assert (definition.vocab_size, definition.hidden_size, definition.max_position) == (128, 64, 512)
+
+
+def test_layers_that_are_handed_the_keys_of_others_share_their_cache(folders: dict[str, Path]) -> None:
+    """Gemma 3n's last layers read the keys of the last layer of their kind that made some."""
+    names = [f"model.layers.{index}.self_attn" for index in range(6)]
+    sharing = {spec.layer_name: spec.shares_with for spec in build(folders["gemma3n"]).layers}
+    assert sharing == dict.fromkeys(names[:3]) | {names[3]: names[1], names[4]: names[1], names[5]: names[2]}
+    for architecture in tiny_models.ARCHITECTURES.keys() - {"gemma3n"}:
+        assert all(spec.shares_with is None for spec in build(folders[architecture]).layers)
 
 
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
