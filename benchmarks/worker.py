@@ -87,6 +87,7 @@ class CompiledEngine:
             dtype="float32",
             max_model_len=task.max_model_len,
             max_num_seqs=max(task.batch_sizes),
+            enable_prefix_caching=False,  # both runs of a batch have the same prompts
             num_threads=task.threads,
             **options,
         )

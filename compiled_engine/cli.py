@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 import traceback
@@ -46,6 +47,12 @@ examples:
   cat letter.txt | compiled-engine generate --chat --system "Summarise in one sentence." -
 
 {_EXIT_CODES}"""
+
+_BINDINGS_EPILOG = """\
+examples:
+  compiled-engine bindings
+  compiled-engine bindings path/to/model --kv-cache-memory 1GiB --json
+"""
 
 # Settings of EngineConfig that have no option of their own: --model is described apart, --seed is the sampling seed,
 # and there is one device so far.
@@ -87,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"compiled-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_bindings(commands)
     return parser
 
 
@@ -117,7 +125,7 @@ def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field[Any]) -> 
         option["metavar"] = item.name.rsplit("_", 1)[-1].upper()
     default = "" if item.default is None else f" (default {item.default})"
     group.add_argument(
-        "--" + item.name.replace("_", "-"),
+        "--" + item.name.removeprefix("enable_").replace("_", "-"),
         dest=item.name,
         default=argparse.SUPPRESS,
         help=(item.metadata["doc"] + default).replace("%", "%%"),
@@ -138,9 +146,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of each chat (needs --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
-    parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bar (it shows only on a terminal anyway)"
-    )
+    parser.add_argument("--no-progress", action="store_true", help="no start-up messages and no progress bar")
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default 0)")
     group.add_argument(
@@ -168,6 +174,36 @@ def _add_generate(commands: Any) -> None:
     add_engine_options(parser)
 
 
+def _add_bindings(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bindings",
+        help="show which attention layer gets which KV cache",
+        description="Show which attention layer gets which KV cache, without reading weights or compiling anything.",
+        epilog=_BINDINGS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_bindings)
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_engine_options(parser)
+
+
+def _bindings(arguments: argparse.Namespace) -> int:
+    settings = engine_settings(arguments)
+    if arguments.positional_model is not None:
+        if "model" in settings:
+            raise ConfigError("the model is named twice, as MODEL and as --model: name it once")
+        settings["model"] = arguments.positional_model
+    config = EngineConfig(**settings)
+    with _stdout_for_answers_only(), _told_on_stderr(True), _starting():
+        from compiled_engine.models import find_model
+        from compiled_engine.runners.bindings import describe_bindings
+
+        description = describe_bindings(config, find_model(config.model))
+    print(json.dumps(description.to_json(), indent=1) if arguments.json else description)
+    return EXIT_OK
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
     EngineConfig(**settings)
@@ -191,7 +227,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs needs --json: plain text has no place for them")
     prompts = _read_prompts(arguments.prompts)
-    with _stdout_for_answers_only(), _start(settings) as llm:
+    with _stdout_for_answers_only(), _told_on_stderr(not arguments.no_progress), _start(settings) as llm:
         progress = sys.stderr.isatty() and not arguments.no_progress
         if arguments.chat:
             system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
@@ -224,15 +260,40 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _start(settings: dict[str, Any]) -> Iterator[LLM]:
+def _told_on_stderr(wanted: bool) -> Iterator[None]:
+    """Show what the engine does while it starts, a line each: compiling takes a while."""
+    logger = logging.getLogger("compiled_engine")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[compiled-engine] %(message)s"))
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO if wanted else logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
     try:
-        from compiled_engine.llm import LLM
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
-        llm = LLM(**settings)
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Tell what goes wrong while the engine starts from what goes wrong later."""
+    try:
+        yield
     except ConfigError:
         raise
     except Exception as error:  # whatever the compiler, the file system or a library raises: it did not start
         raise _CannotStart from error
+
+
+@contextlib.contextmanager
+def _start(settings: dict[str, Any]) -> Iterator[LLM]:
+    with _starting():
+        from compiled_engine.llm import LLM
+
+        llm = LLM(**settings)
     with llm:
         yield llm
 

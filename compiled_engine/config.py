@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import ConfigError
+from compiled_engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PIECE_COMPILERS = ("aoti", "inductor", "eager")
@@ -64,6 +64,11 @@ class EngineConfig:
         "max_model_len tokens need, at most 4 GiB and at most half of the free memory.",
         None,
     )
+    enable_prefix_caching: bool = _doc(
+        "Keep the K/V of finished requests until its memory is needed, so that a later prompt that begins alike does "
+        "not compute it again.",
+        True,
+    )
     piece_compiler: str = _doc(
         "What compiles the pieces of a graph: aoti (ahead of time, fastest steps), inductor (faster to compile) or "
         "eager (runs the FX graph; for debugging).",
@@ -81,6 +86,8 @@ class EngineConfig:
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}: give True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}: give an integer")
         if self.model is not None and (not isinstance(self.model, str) or not self.model):

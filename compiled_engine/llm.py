@@ -106,6 +106,12 @@ class LLM:
         ]
         return self._answer(adds, use_tqdm)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V that earlier calls have left in the cache, e.g. to measure without it."""
+        self._check_open()
+        with self._exclusively("reset the prefix cache"):
+            self._engine.reset_prefix_cache()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ModelError`` if it has none."""
         self._check_open()

@@ -1,8 +1,9 @@
 """A runner whose model is a hash of what its paged cache holds, and a slow independent account of what it should say.
 
-The next token's logits follow from the tokens that are read back from the cache through the block table. So a wrong
-block table, a wrong position, a block with two owners, or a recompute that was left out changes the text, and most of
-them are named at once.
+What the cache holds of a position is its token and a digest of the whole prefix, made from the digest that the cache
+holds of the position before. The next token's logits follow from the last digest. So a wrong block table, a wrong
+position, a block that two requests write, a recompute that was left out, or a prefix taken from the wrong request
+changes the text, and most of them are named at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from compiled_engine.ops.sampling import SamplingBatch, sample
-from compiled_engine.runners.base import Runner, RunnerLimits
+from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
 
 BYTE_VOCAB_SIZE = 259
@@ -34,15 +35,25 @@ BYTE_CHARACTERS = [chr(256 + _OTHERS.index(byte)) if byte in _OTHERS else chr(by
 
 def model_logits(token_ids: Sequence[int], vocab_size: int, spread: float = 3.0) -> torch.Tensor:
     """The fake model: logits after ``token_ids``, a function of every one of them and of their order."""
-    seed = 1
+    return logits_after(prefix_digest(token_ids), vocab_size, spread)
+
+
+def prefix_digest(token_ids: Sequence[int], before: int = 1) -> int:
+    """64 bits that follow from every token; ``before`` is the digest of what stands in front of them."""
     for token in token_ids:
-        seed = (seed * 6364136223846793005 + 2 * int(token) + 1) % 2**64
+        before = (before * 6364136223846793005 + 2 * int(token) + 1) % 2**64
+    return before
+
+
+def logits_after(seed: int, vocab_size: int, spread: float = 3.0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(vocab_size, dtype=np.float32) * spread)
 
 
 class FakeRunner(Runner):
     """Checks every batch against the contract of ``ScheduledBatch`` and answers by ``model_logits``.
 
+    cache_groups: None stands for one full-attention group of ``num_blocks`` blocks. One group must be full or have a
+        window of at least 2, or else a token could not see what came before it.
     fail_at: step number at which ``error`` is raised, before or (``fail_late``) after the cache was written.
     """
 
@@ -55,18 +66,20 @@ class FakeRunner(Runner):
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         max_model_len: int = 64,
-        num_cache_groups: int = 1,
+        cache_groups: Sequence[CacheGroupLimits] | None = None,
     ) -> None:
+        groups = (CacheGroupLimits(num_blocks),) if cache_groups is None else tuple(cache_groups)
+        assert any(group.sliding_window != 1 for group in groups)
         self._limits = RunnerLimits(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            num_blocks=num_blocks,
+            cache_groups=groups,
             vocab_size=vocab_size,
-            num_cache_groups=num_cache_groups,
         )
-        self.caches = [np.full((num_blocks, block_size, 2), -1, np.int64) for _ in range(num_cache_groups)]
+        # Of each slot: token, position, digest of the prefix up to it.
+        self.caches = [np.full((group.num_blocks * block_size, 3), -1, np.int64) for group in groups]
         self.num_steps = 0
         self.batches: list[ScheduledBatch] = []
         self.fail_at: int | None = None
@@ -89,11 +102,11 @@ class FakeRunner(Runner):
             self._write(request)
         if failing:
             raise self.error
-        prefixes = [self._read(request) for request in batch.requests]
-        rows = [p for p, request in zip(prefixes, batch.requests, strict=True) if request.samples]
+        digests = [self._read(request) for request in batch.requests]
+        rows = [digest for digest, request in zip(digests, batch.requests, strict=True) if request.samples]
         if not rows:
             return StepOutput(sample(torch.empty(0, self.limits.vocab_size), batch.sampling))
-        logits = torch.stack([model_logits(prefix, self.limits.vocab_size) for prefix in rows])
+        logits = torch.stack([logits_after(digest, self.limits.vocab_size) for digest in rows])
         return StepOutput(sample(logits, batch.sampling))
 
     def close(self) -> None:
@@ -107,32 +120,76 @@ class FakeRunner(Runner):
         sampling = [request for request in batch.requests if request.samples]
         assert len(batch.sampling.temperature) == len(sampling)
         assert batch.sampling.positions.tolist() == [request.seq_len for request in sampling]
-        owners: dict[int, str] = {}
         for request in batch.requests:
             assert request.num_scheduled_tokens > 0
             assert request.seq_len <= limits.max_model_len
-            assert len(request.block_tables) == limits.num_cache_groups
-            for table in request.block_tables:
-                assert len(table) == -(-request.seq_len // limits.block_size)
-                for block in table:
-                    assert 0 < block < limits.num_blocks
-                    assert block not in owners, f"block {block} of {request.request_id} is {owners[block]}'s too"
-                    owners[block] = request.request_id
+            assert len(request.block_tables) == len(limits.cache_groups)
+        for index, group in enumerate(limits.cache_groups):
+            self._check_tables(batch, index, group)
+
+    def _check_tables(self, batch: ScheduledBatch, index: int, group: CacheGroupLimits) -> None:
+        """Blocks that a request sees or writes are real; one that is written is in no other place of the batch."""
+        block_size = self.limits.block_size
+        holders: dict[int, set[tuple[str, int]]] = {}
+        for request in batch.requests:
+            table = request.block_tables[index]
+            assert len(table) == -(-request.seq_len // block_size)
+            seen = self._first_visible(request, group) // block_size
+            assert not any(table[:seen]), f"{request.request_id} holds blocks that its window has left behind"
+            for column, block in enumerate(table[seen:], seen):
+                assert 0 < block < group.num_blocks
+                holders.setdefault(block, set()).add((request.request_id, column))
+        for request in batch.requests:
+            table = request.block_tables[index]
+            for column in range(request.num_computed_tokens // block_size, len(table)):
+                others = holders[table[column]] - {(request.request_id, column)}
+                assert not others, f"{request.request_id} writes block {table[column]}, which is {others}'s too"
 
     def _write(self, request: ScheduledRequest) -> None:
-        for cache, table in zip(self.caches, request.block_tables, strict=True):
-            for offset, token in enumerate(request.token_ids):
-                block, slot = divmod(request.num_computed_tokens + offset, self.limits.block_size)
-                cache[table[block], slot] = (token, request.num_computed_tokens + offset)
+        start = request.num_computed_tokens
+        digest = prefix_digest(()) if start == 0 else self._digest_at(request, start - 1)
+        for offset, token in enumerate(request.token_ids):
+            digest = prefix_digest([token], digest)
+            for cache, table in zip(self.caches, request.block_tables, strict=True):
+                cache[self._slots(table, [start + offset])] = (token, start + offset, _signed(digest))
 
-    def _read(self, request: ScheduledRequest) -> list[int]:
-        read = []
-        for cache, table in zip(self.caches, request.block_tables, strict=True):
-            entries = cache[list(table)].reshape(-1, 2)[: request.seq_len]
-            assert entries[:, 1].tolist() == list(range(request.seq_len)), f"{request.request_id} reads wrong positions"
-            read.append(entries[:, 0].tolist())
-        assert all(tokens == read[0] for tokens in read)
-        return read[0]
+    def _read(self, request: ScheduledRequest) -> int:
+        """The digest at the request's last token, after a check of everything that its tokens see."""
+        for group, cache, table in zip(self.limits.cache_groups, self.caches, request.block_tables, strict=True):
+            positions = range(self._first_visible(request, group), request.seq_len)
+            entries = cache[self._slots(table, positions)]
+            assert entries[:, 1].tolist() == list(positions), f"{request.request_id} reads wrong positions"
+            tokens, digests = entries[:, 0].tolist(), entries[:, 2].tolist()
+            before = prefix_digest(()) if positions.start == 0 else None
+            for token, digest in zip(tokens, digests, strict=True):
+                assert before is None or _signed(prefix_digest([token], before)) == digest, (
+                    f"{request.request_id} reads a mixture of prefixes"
+                )
+                before = digest % 2**64
+        return self._digest_at(request, request.seq_len - 1)
+
+    def _digest_at(self, request: ScheduledRequest, position: int) -> int:
+        """The digest that the cache holds of ``position``, the same in each group in which the next token sees it."""
+        digests = {
+            int(cache[self._slots(table, [position])][0, 2])
+            for group, cache, table in zip(self.limits.cache_groups, self.caches, request.block_tables, strict=True)
+            if group.sliding_window != 1
+        }
+        assert len(digests) == 1, f"{request.request_id} reads other prefixes in other cache groups"
+        return digests.pop() % 2**64
+
+    def _slots(self, table: Sequence[int], positions: Sequence[int]) -> list[int]:
+        size = self.limits.block_size
+        return [table[position // size] * size + position % size for position in positions]
+
+    @staticmethod
+    def _first_visible(request: ScheduledRequest, group: CacheGroupLimits) -> int:
+        window = group.sliding_window
+        return 0 if window is None else max(0, request.num_computed_tokens - window + 1)
+
+
+def _signed(digest: int) -> int:
+    return digest - 2**64 if digest >= 2**63 else digest
 
 
 def expected_tokens(

@@ -179,7 +179,7 @@ def test_every_setting_has_an_option(capsys):
     text = capsys.readouterr().out
     for item in dataclasses.fields(EngineConfig):
         if item.name not in ("device", "seed"):
-            assert "--" + item.name.replace("_", "-") in text
+            assert "--" + item.name.removeprefix("enable_").replace("_", "-") in text
     assert "examples:" in text
     assert "exit codes:" in text
 

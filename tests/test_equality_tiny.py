@@ -85,4 +85,5 @@ def _block_bytes(oracle: TransformersOracle, block_size: int) -> int:
     config = oracle.float32.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * 2 * heads * head_dim * 4 * block_size
+    owners = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    return owners * 2 * heads * head_dim * 4 * block_size

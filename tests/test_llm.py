@@ -147,7 +147,7 @@ def test_interruption_leaves_the_llm_usable(error, late):
         runner.fail_at, runner.fail_late, runner.error = 3, late, error
         with pytest.raises(type(error)):
             llm.generate(["abc", "d", "", "efghi"], GREEDY, use_tqdm=False)
-        assert llm._engine._scheduler.pool.num_free_blocks == 39
+        assert llm._engine._scheduler.cache.pools[0].num_free_blocks == 39
         outputs = llm.generate(["abc", "d"], GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [answer("abc"), answer("d")]
 

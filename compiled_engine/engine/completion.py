@@ -101,12 +101,14 @@ class PromptGroup:
     prompt: ParsedPrompt
     num_completions: int
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     done: list[CompletionOutput] = field(default_factory=list)
 
     def add(self, completion: Completion) -> RequestOutput | None:
         """Take a finished completion; the whole output once all are there."""
         self.done.append(completion.output())
         self.num_preemptions += completion.request.num_preemptions
+        self.num_cached_tokens += completion.request.num_cached_tokens
         if len(self.done) < self.num_completions:
             return None
         return RequestOutput(
@@ -115,6 +117,7 @@ class PromptGroup:
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=sorted(self.done, key=lambda output: output.index),
             num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

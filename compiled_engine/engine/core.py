@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_engine.engine.block_pool import BlockPool
 from compiled_engine.engine.completion import Completion, PromptGroup, error_output
+from compiled_engine.engine.kv_cache_manager import KVCacheManager
 from compiled_engine.engine.outputs import RequestOutput
 from compiled_engine.engine.prompts import ParsedPrompt, Prompt, given_text, parse_chat, parse_prompt
 from compiled_engine.engine.request import Request, derive_seed
@@ -17,7 +17,7 @@ from compiled_engine.engine.scheduler import ScheduledTokens, Scheduler
 from compiled_engine.engine.tokenizer import Message, Tokenizer, read_eos_token_ids
 from compiled_engine.errors import EngineStateError, RequestError
 from compiled_engine.ops.sampling import SamplingBatch
-from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest
+from compiled_engine.runners.batch import ScheduledBatch
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -41,6 +41,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.runner = runner
         self.limits = runner.limits
@@ -50,8 +51,9 @@ class Engine:
         self.num_sampled_tokens = 0
         self._seed = seed
         self._scheduler = Scheduler(
-            BlockPool(self.limits.num_blocks),
-            block_size=self.limits.block_size,
+            KVCacheManager(
+                self.limits.cache_groups, self.limits.block_size, enable_prefix_caching=enable_prefix_caching
+            ),
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
         )
@@ -71,7 +73,13 @@ class Engine:
         # The cheap files first: what is wrong with them shows before minutes are spent on compiling.
         tokenizer = Tokenizer.from_folder(files.folder) if (files.folder / "tokenizer.json").is_file() else None
         eos_token_ids = read_eos_token_ids(files.folder)
-        return cls(create_runner(config, files), tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=config.seed)
+        return cls(
+            create_runner(config, files),
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            seed=config.seed,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
 
     def add_request(self, prompt: Prompt, params: SamplingParams) -> str:
         """Queue a prompt; returns the id under which ``step()`` will return its output."""
@@ -104,8 +112,14 @@ class Engine:
         rejected, self._rejected = self._rejected, []
         return rejected + finished
 
+    def reset_prefix_cache(self) -> None:
+        """Let no later request take K/V that has been computed so far. Running requests go on undisturbed."""
+        self._check_open()
+        self._scheduler.cache.forget_contents()
+
     def abort_all(self) -> None:
-        """Drop every unfinished request and free its blocks. Safe after any exception in ``step()``."""
+        """Drop every unfinished request, free its blocks and empty the prefix cache. Safe after any exception in
+        ``step()``."""
         self._scheduler.abort_all()
         self._completions.clear()
         self._rejected.clear()
@@ -183,7 +197,7 @@ class Engine:
             prompt.token_ids,
             arrival=arrival,
             max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            num_cache_groups=self.limits.num_cache_groups,
+            num_cache_groups=len(self.limits.cache_groups),
         )
 
     def _completion_seed(self, params: SamplingParams, number: int, index: int) -> int:
@@ -215,20 +229,7 @@ def _make_batch(
 ) -> ScheduledBatch:
     """One step in the runner's terms; ``sampling`` are the completions that get a new token, in the order of
     ``scheduled``."""
-    return ScheduledBatch(tuple(_schedule_row(item, block_size) for item in scheduled), make_sampling_batch(sampling))
-
-
-def _schedule_row(item: ScheduledTokens, block_size: int) -> ScheduledRequest:
-    request = item.request
-    start = request.num_computed_tokens
-    num_blocks = -(-(start + item.num_tokens) // block_size)  # a prompt holds the blocks of its later chunks already
-    return ScheduledRequest(
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids[start : start + item.num_tokens]),
-        num_computed_tokens=start,
-        block_tables=tuple(tuple(table[:num_blocks]) for table in request.block_ids),
-        samples=item.samples,
-    )
+    return ScheduledBatch(tuple(item.as_row(block_size) for item in scheduled), make_sampling_batch(sampling))
 
 
 def make_sampling_batch(completions: Sequence[Completion]) -> SamplingBatch:

@@ -37,6 +37,8 @@ class RequestOutput:
     prompt: the text that was given or rendered; None if the caller gave token ids.
     error: why this request could not be served; None if it was. The other requests of the call are not affected.
     num_preemptions: how often the request was set back for want of cache blocks. Costs time, changes nothing.
+    num_cached_tokens: prompt tokens whose K/V was in the cache already when the request was first admitted, so that
+        they were not computed again. Like ``num_preemptions``, over all completions of the prompt together.
     """
 
     request_id: str
@@ -46,3 +48,4 @@ class RequestOutput:
     finished: bool = True
     error: str | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from compiled_engine.engine.prefix_index import PrefixBlock
+
 _MASK64 = 2**64 - 1
 
 
@@ -18,12 +20,15 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """The state of one sequence. The scheduler owns ``status``, ``num_computed_tokens`` and ``block_ids``.
+    """The state of one sequence. The scheduler owns ``status`` and the counts, the cache manager the two lists.
 
     arrival: number of the request in order of arrival; the scheduler serves first come, first served.
     max_output_tokens: new tokens after which the request ends with finish reason "length".
-    block_ids: per cache group, the blocks held, in order of the positions they store.
+    block_ids: per cache group, the blocks held, in order of the positions they store; 0 for those that a sliding window
+        has left behind.
+    prefixes: the prefixes of its first full blocks, as far as they have been looked up.
     num_computed_tokens: tokens whose K/V is in the cache. Output tokens survive preemption; this falls to 0.
+    num_cached_tokens: prompt tokens that were taken from the cache when the request was first admitted.
     """
 
     def __init__(
@@ -42,7 +47,9 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.prefixes: list[PrefixBlock] = []
         self.block_ids: list[list[int]] = [[] for _ in range(num_cache_groups)]
 
     @property

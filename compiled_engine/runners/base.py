@@ -9,16 +9,26 @@ from compiled_engine.runners.batch import ScheduledBatch, StepOutput
 
 
 @dataclass(frozen=True)
+class CacheGroupLimits:
+    """Blocks of one cache group, block 0, which is reserved for padding, included. Groups do not share blocks.
+
+    ``sliding_window``: positions that a query of this group's layers sees, its own included; None: all.
+    """
+
+    num_blocks: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
 class RunnerLimits:
-    """What a runner that is ready can hold. ``num_blocks`` includes block 0, which is reserved for padding."""
+    """What a runner that is ready can hold. ``cache_groups`` are in the order of ``ScheduledRequest.block_tables``."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    num_blocks: int
+    cache_groups: tuple[CacheGroupLimits, ...]
     vocab_size: int
-    num_cache_groups: int = 1
 
 
 class Runner(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ops.sampling import SampledTokens, SamplingBatch
+from compiled_engine.ops.sampling import SampledTokens, SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class ScheduledRequest:
     ``token_ids``: the tokens whose K/V this step computes (``num_scheduled_tokens`` of them), at positions
     ``num_computed_tokens, num_computed_tokens + 1, ...``.
     ``block_tables``: per cache group, the ids of the blocks that hold positions ``0 .. num_computed_tokens +
-    num_scheduled_tokens - 1``, in order (id 0 is reserved for padding and never appears).
+    num_scheduled_tokens - 1``, in order. Id 0, which is reserved, stands for blocks that a sliding window has left
+    behind: no token of this step sees or writes them.
     ``samples``: whether the last of these tokens is followed by a new one, i.e. a row of logits is wanted.
     """
 

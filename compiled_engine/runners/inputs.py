@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.errors import RequestError
 from compiled_engine.runners.batch import ScheduledRequest
 
 
@@ -15,9 +16,10 @@ from compiled_engine.runners.batch import ScheduledRequest
 class StepInputs:
     """One step's inputs, padding included.
 
-    input_ids, positions: int64 [num_padded_tokens].   slot_mapping: int64 [num_padded_tokens].
+    input_ids, positions: int64 [num_padded_tokens].
     query_start_loc: int32 [num_padded_requests + 1].   seq_lens: int32 [num_padded_requests].
-    block_table: int32 [num_padded_requests, max_blocks].
+    slot_mappings, block_tables: one per cache group, int64 [num_padded_tokens] and int32 [num_padded_requests,
+    max_blocks].
     logits_indices: int64 [num_logits, but at least 2 where there are any], the token rows that sample.
 
     Padding contract: a padded row is a request of one token 0 at position 0, with seq_len 1, a block table of zeros
@@ -26,10 +28,10 @@ class StepInputs:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
-    block_table: np.ndarray
+    slot_mappings: tuple[torch.Tensor, ...]
+    block_tables: tuple[np.ndarray, ...]
     logits_indices: torch.Tensor
     num_tokens: int
     num_logits: int
@@ -40,24 +42,33 @@ class StepInputs:
 
 
 def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min_tokens: int) -> StepInputs:
-    """Lay out ``requests`` in row order and pad with one-token rows up to ``min_tokens``."""
+    """Lay out ``requests`` in row order and pad with one-token rows up to ``min_tokens``.
+
+    Raises ``RequestError`` for a request without tokens, or with fewer blocks than its positions need: its K/V would
+    go to block 0 unseen.
+    """
+    for request in requests:
+        fewest = min(map(len, request.block_tables))
+        if not request.token_ids or fewest * block_size < request.seq_len:
+            raise RequestError(
+                f"request {request.request_id!r} schedules {request.num_scheduled_tokens} tokens after "
+                f"{request.num_computed_tokens} with {fewest} blocks of {block_size} tokens"
+            )
     query_lens = np.array([request.num_scheduled_tokens for request in requests], dtype=np.int64)
     num_tokens = int(query_lens.sum())
     padding = max(0, min_tokens - num_tokens)
     rows = num_tokens + padding
     num_computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
-    tables = [request.block_tables[0] for request in requests]
-    block_table = np.zeros((len(requests) + padding, max(1, *(len(table) for table in tables), 1)), dtype=np.int32)
-    for row, table in enumerate(tables):
-        block_table[row, : len(table)] = table
-
     starts = np.cumsum(query_lens) - query_lens
     owner = np.repeat(np.arange(len(requests)), query_lens)
     positions = np.zeros(rows, dtype=np.int64)
     positions[:num_tokens] = np.arange(num_tokens) - starts[owner] + num_computed[owner]
-    slots = np.zeros(rows, dtype=np.int64)
-    real = positions[:num_tokens]
-    slots[:num_tokens] = block_table[owner, real // block_size].astype(np.int64) * block_size + real % block_size
+    num_groups = len(requests[0].block_tables) if requests else 1
+    block_tables = [
+        _block_table([request.block_tables[group] for request in requests], len(requests) + padding)
+        for group in range(num_groups)
+    ]
+    slot_mappings = [_slot_mapping(table, owner, positions, block_size) for table in block_tables]
     input_ids = np.zeros(rows, dtype=np.int64)
     input_ids[:num_tokens] = [token for request in requests for token in request.token_ids]
 
@@ -72,11 +83,26 @@ def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min
     return StepInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_table=block_table,
+        slot_mappings=tuple(torch.from_numpy(slots) for slots in slot_mappings),
+        block_tables=tuple(block_tables),
         logits_indices=torch.from_numpy(last_rows),
         num_tokens=num_tokens,
         num_logits=num_logits,
     )
+
+
+def _block_table(tables: Sequence[Sequence[int]], num_rows: int) -> np.ndarray:
+    block_table = np.zeros((num_rows, max([1, *map(len, tables)])), dtype=np.int32)
+    for row, table in enumerate(tables):
+        block_table[row, : len(table)] = table
+    return block_table
+
+
+def _slot_mapping(block_table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slots of the real tokens, whose requests are ``owner``; padding keeps slot 0."""
+    slots = np.zeros(len(positions), dtype=np.int64)
+    real = positions[: len(owner)]
+    slots[: len(owner)] = block_table[owner, real // block_size].astype(np.int64) * block_size + real % block_size
+    return slots

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from engine_runs import GREEDY, check_nothing_is_held, finish, least_blocks, pools
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,23 +18,6 @@ from compiled_engine.engine.sampling_params import SamplingParams
 from compiled_engine.engine.tokenizer import Tokenizer
 from compiled_engine.errors import EngineStateError, LogitsError, ModelError
 from fake_runner import BYTE_EOS, BYTE_VOCAB_SIZE, FakeRunner, byte_tokenizer, expected_tokens, model_logits
-
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-
-
-def finish(engine: Engine) -> dict[str, object]:
-    """Run until nothing is left; at most a generous number of steps."""
-    outputs = {}
-    for _ in range(20_000):
-        if not engine.has_unfinished():
-            return outputs
-        outputs |= {output.request_id: output for output in engine.step()}
-    raise AssertionError("the engine does not come to an end")
-
-
-def pool_of(engine: Engine):
-    return engine._scheduler.pool
-
 
 prompts = st.lists(st.integers(0, 63), min_size=1, max_size=14)
 sampling = st.fixed_dictionaries(
@@ -49,23 +33,13 @@ sampling = st.fixed_dictionaries(
     }
 )
 jobs = st.lists(st.tuples(prompts, sampling, st.booleans(), st.integers(0, 5)), min_size=1, max_size=8)
-pools = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(2, 16),
-        "block_size": st.integers(1, 4),
-        "max_num_seqs": st.integers(1, 5),
-        "max_num_batched_tokens": st.integers(1, 12),
-        "max_model_len": st.integers(4, 30),
-        "num_cache_groups": st.integers(1, 2),
-    }
-)
 
 
-@given(jobs, pools, st.lists(st.integers(0, 63), max_size=2))
-def test_every_text_is_that_of_its_prompt_alone(work, pool, eos):
-    """Whatever arrives when, is chunked or set back: equal to the slow account, token by token."""
+@given(jobs, pools, st.lists(st.integers(0, 63), max_size=2), st.booleans())
+def test_every_text_is_that_of_its_prompt_alone(work, pool, eos, caching):
+    """Whatever arrives when, is chunked, set back or found in the cache: equal to the slow account, token by token."""
     runner = FakeRunner(**pool)
-    engine = Engine(runner, eos_token_ids=eos, seed=3)
+    engine = Engine(runner, eos_token_ids=eos, seed=3, enable_prefix_caching=caching)
     outputs, sent = {}, {}
     for prompt, options, with_min, steps_before in work:
         for _ in range(steps_before):
@@ -80,8 +54,11 @@ def test_every_text_is_that_of_its_prompt_alone(work, pool, eos):
         output = outputs[request_id]
         room = pool["max_model_len"] - len(prompt)
         limit = min(options["max_tokens"], room)
-        blocks = -(-(len(prompt) + limit - 1) // pool["block_size"]) * pool["num_cache_groups"]
-        if room < 1 or blocks > pool["num_blocks"] - 1:
+        too_large = any(
+            least_blocks(group, len(prompt) + limit - 1, pool["block_size"]) >= group.num_blocks
+            for group in (pool["cache_groups"] if room > 0 else ())
+        )
+        if room < 1 or too_large:
             assert output.outputs[0].finish_reason == "error"
             assert ("max_model_len" if room < 1 else "kv_cache_memory") in output.error
             continue
@@ -94,8 +71,7 @@ def test_every_text_is_that_of_its_prompt_alone(work, pool, eos):
         assert completion.finish_reason == ("stop" if stopped else "length")
         assert completion.stop_reason == (expected[-1] if stopped and expected[-1] not in eos else None)
         assert output.error is None
-    assert pool_of(engine).num_free_blocks == pool["num_blocks"] - 1
-    pool_of(engine).check_integrity()
+    check_nothing_is_held(engine)
 
 
 def test_small_caches_do_preempt_and_change_nothing():
@@ -129,7 +105,7 @@ def test_the_fake_runner_finds_planted_faults():
     assert run(lambda first, second: None) == right
     with pytest.raises(AssertionError, match="reads wrong positions"):
         run(lambda first, second: first.block_ids[0].reverse())
-    with pytest.raises(AssertionError, match="is 0's too"):
+    with pytest.raises(AssertionError, match=r"writes block \d+, which is .*'[01]'.* too"):
         run(lambda first, second: second.block_ids.__setitem__(0, list(first.block_ids[0])))
 
     def swap(first, second):
@@ -358,7 +334,7 @@ def test_a_failing_step_leaves_the_engine_usable(late):
         engine.step()
     engine.abort_all()
     assert not engine.has_unfinished()
-    assert pool_of(engine).num_free_blocks == 19
+    check_nothing_is_held(engine)
     request_id = engine.add_request([1, 2, 3], GREEDY)
     assert finish(engine)[request_id].outputs[0].token_ids == expected_tokens([1, 2, 3], 5)
 
@@ -389,7 +365,7 @@ def test_runner_that_returns_too_few_rows_is_refused():
 
 
 def test_nan_logits_are_reported(monkeypatch):
-    monkeypatch.setattr(fake_runner, "model_logits", lambda prefix, vocab: model_logits(prefix, vocab) * float("nan"))
+    monkeypatch.setattr(fake_runner, "logits_after", lambda digest, vocab: torch.full((vocab,), float("nan")))
     engine = Engine(FakeRunner())
     engine.add_request([1], GREEDY)
     with pytest.raises(LogitsError, match="nan"):

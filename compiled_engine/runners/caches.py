@@ -1,0 +1,37 @@
+"""The attention layers of a model in a static forward context, and their caches by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from compiled_engine.context import StaticForwardContext, allocate_kv_caches, declared_specs
+from compiled_engine.ops.attention import AttentionBackend, AttentionSpec, PagedAttention
+from compiled_engine.runners.base import CacheGroupLimits
+
+
+def register_attention_layers(
+    static_context: StaticForwardContext,
+    layers: Iterable[AttentionSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+) -> None:
+    """Register a ``PagedAttention`` for each of ``layers`` and seal the context, which forms the cache groups."""
+    for spec in layers:
+        static_context.register(spec.layer_name, PagedAttention(spec, spec.cache_spec(block_size, dtype), backend))
+    # Every layer owns its memory, so pages of one size would cost memory and gain nothing.
+    static_context.seal(pad_pages=False)
+
+
+def allocate_cache_groups(
+    static_context: StaticForwardContext, cache_groups: Sequence[CacheGroupLimits]
+) -> dict[str, torch.Tensor]:
+    """New, zeroed caches for every layer of a sealed context, by layer name; not bound to anything."""
+    specs = declared_specs(static_context)
+    caches: dict[str, torch.Tensor] = {}
+    for group, limits in zip(static_context.groups, cache_groups, strict=True):
+        members = {name: specs[name] for name in group.layer_names}
+        caches |= allocate_kv_caches(members, limits.num_blocks)
+    return caches
