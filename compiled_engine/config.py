@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from compiled_engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PIECE_COMPILERS = ("aoti", "inductor", "eager")
+ON_COMPILE = ("raise", "warn")
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -31,6 +34,15 @@ def parse_bytes(value: int | str) -> int:
         return int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"{value!r} is not a number of bytes: give an integer, or text such as '512MiB'") from None
+
+
+def default_cache_root() -> Path:
+    """``$COMPILED_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/compiled_engine``, else ``~/.cache/compiled_engine``."""
+    own = os.environ.get("COMPILED_ENGINE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "compiled_engine"
 
 
 def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -74,6 +86,24 @@ class EngineConfig:
         "eager (runs the FX graph; for debugging).",
         "aoti",
     )
+    graphs: str | None = _doc(
+        "Folder of graphs that `compiled-engine precompile --out` made: run from it instead of the store of this "
+        "user. It is only read.",
+        None,
+    )
+    store: bool = _doc(
+        "Keep compiled graphs on disk ($COMPILED_ENGINE_CACHE, else the user's cache folder) and take them from there "
+        "at the next start.",
+        True,
+    )
+    require_precompiled: bool = _doc(
+        "Refuse to start, saying why, when the graphs are not there yet and would have to be compiled.", False
+    )
+    on_compile: str = _doc(
+        "What to do if something is compiled after warm-up, which costs seconds in the middle of a step: raise "
+        "(an error that names it) or warn.",
+        "raise",
+    )
     seed: int = _doc("Seed of requests that bring none of their own.", 0)
     num_threads: int | None = _doc("CPU threads of the kernels. None: the cores this process may use.", None)
 
@@ -81,13 +111,19 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, ("cpu",))
         _choice("piece_compiler", self.piece_compiler, PIECE_COMPILERS)
+        _choice("on_compile", self.on_compile, ON_COMPILE)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}: give True or False")
+        for name in ("enable_prefix_caching", "store", "require_precompiled"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give True or False")
+        if self.graphs is not None and (not isinstance(self.graphs, str) or not self.graphs):
+            raise ConfigError(f"graphs is {self.graphs!r}: give a folder as text")
+        if self.require_precompiled and not self.store and self.graphs is None:
+            raise ConfigError("require_precompiled needs a place to find graphs in: leave store on, or set graphs")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}: give an integer")
         if self.model is not None and (not isinstance(self.model, str) or not self.model):

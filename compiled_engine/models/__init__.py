@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from compiled_engine.models.checkpoint import Checkpoint
 from compiled_engine.models.definition import ModelDefinition, build_definition
-from compiled_engine.models.gguf import convert_gguf, default_cache_root
+from compiled_engine.models.fingerprint import model_components
+from compiled_engine.models.gguf import convert_gguf
 from compiled_engine.models.limits import resolve_dtype, resolve_max_model_len
 from compiled_engine.models.locate import ModelFiles, find_model
 from compiled_engine.models.weights import ExpectedWeights, expected_weights, resolve_names
@@ -20,9 +21,9 @@ __all__ = [
     "ModelFiles",
     "build_definition",
     "convert_gguf",
-    "default_cache_root",
     "expected_weights",
     "find_model",
+    "model_components",
     "resolve_dtype",
     "resolve_max_model_len",
     "resolve_names",

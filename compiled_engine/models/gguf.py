@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.config import default_cache_root
 from compiled_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -24,15 +24,6 @@ CONVERTER_VERSION = 1
 """Raise it when the same GGUF file would give another folder: old folders are then left unused."""
 
 logger = logging.getLogger(__name__)
-
-
-def default_cache_root() -> Path:
-    """``$COMPILED_ENGINE_CACHE``, else ``$XDG_CACHE_HOME/compiled_engine``, else ``~/.cache/compiled_engine``."""
-    own = os.environ.get("COMPILED_ENGINE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "compiled_engine"
 
 
 def convert_gguf(path: Path, cache_root: Path | None = None) -> Path:

@@ -10,6 +10,7 @@ import torch
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint import Checkpoint
 from compiled_engine.models.locate import ModelFiles
+from compiled_engine.ops.cpu.instructions import cpu_flags
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,17 +35,10 @@ def resolve_dtype(requested: str, files: ModelFiles) -> torch.dtype:
     return torch.bfloat16 if sixteen_bits and cpu_has_bf16() else torch.float32
 
 
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_has_bf16(cpuinfo: Path | None = None) -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), by what the kernel says."""
-    try:
-        lines = cpuinfo.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return False  # no such file outside Linux; float32 is always right
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return not _BF16_FLAGS.isdisjoint(value.split())
-    return False
+    # No flags outside Linux: float32 is always right.
+    return not _BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -53,12 +47,11 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return int(limit) if limit else None
 
 
-def resolve_max_model_len(config: PretrainedConfig, requested: int | None) -> int:
-    """Most tokens of one sequence: ``requested``, or the model's own limit.
+def resolve_max_model_len(limit: int | None, requested: int | None) -> int:
+    """Most tokens of one sequence: ``requested``, or the model's own ``limit`` (a definition's ``max_position``).
 
     Raises ``ConfigError`` when ``requested`` exceeds that limit, or when there is neither.
     """
-    limit = max_positions(config)
     if requested is None and limit is None:
         raise ConfigError("the model's config names no longest sequence: set max_model_len")
     if requested is not None and limit is not None and requested > limit:

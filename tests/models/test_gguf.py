@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compiled_engine.config import default_cache_root
 from compiled_engine.errors import ModelError
-from compiled_engine.models import build_definition, default_cache_root, find_model
+from compiled_engine.models import build_definition, find_model
 from compiled_engine.models import gguf as gguf_module
 from compiled_engine.models.gguf import convert_gguf
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import tiny_models
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import limits
-from compiled_engine.models.limits import cpu_has_bf16, resolve_dtype, resolve_max_model_len
+from compiled_engine.models.limits import cpu_has_bf16, max_positions, resolve_dtype, resolve_max_model_len
 from compiled_engine.models.locate import ModelFiles
 
 
@@ -60,19 +60,24 @@ def test_bf16_instructions_are_read_from_cpuinfo(tmp_path: Path, text: str, expe
 
 
 def test_longest_sequence_is_the_models_unless_less_is_asked_for() -> None:
-    config = SimpleNamespace(max_position_embeddings=512)
-    assert resolve_max_model_len(config, None) == 512
-    assert resolve_max_model_len(config, 512) == 512
-    assert resolve_max_model_len(config, 7) == 7
+    assert resolve_max_model_len(512, None) == 512
+    assert resolve_max_model_len(512, 512) == 512
+    assert resolve_max_model_len(512, 7) == 7
     with pytest.raises(ConfigError, match=r"513.*512"):
-        resolve_max_model_len(config, 513)
+        resolve_max_model_len(512, 513)
     with pytest.raises(ConfigError, match="set max_model_len"):
-        resolve_max_model_len(SimpleNamespace(), None)
-    assert resolve_max_model_len(SimpleNamespace(), 99) == 99
+        resolve_max_model_len(None, None)
+    assert resolve_max_model_len(None, 99) == 99
+
+
+def test_a_model_without_a_limit_or_with_one_of_zero_has_none() -> None:
+    assert max_positions(SimpleNamespace(max_position_embeddings=512)) == 512
+    assert max_positions(SimpleNamespace(max_position_embeddings=0)) is None
+    assert max_positions(SimpleNamespace()) is None
 
 
 def test_gpt2_calls_its_limit_n_positions() -> None:
     import transformers
 
     config = transformers.GPT2Config(n_positions=tiny_models.MAX_POSITIONS)
-    assert resolve_max_model_len(config, None) == tiny_models.MAX_POSITIONS
+    assert max_positions(config) == tiny_models.MAX_POSITIONS

@@ -279,13 +279,13 @@ def test_metadata_shows_the_step_as_it_was_given() -> None:
     assert metadata.query_start_loc.tolist() == step.query_start_loc.tolist()
     assert metadata.seq_lens.tolist() == [4, 3, 1]
     assert metadata.block_table.tolist() == step.block_table.tolist()
-    assert set(metadata.plans) == {3, None}
+    assert set(metadata.chunks) == {3, None}
 
 
 def test_every_window_is_planned_once_however_many_layers_have_it() -> None:
     backend = CpuAttention(torch.float32)
     arguments = (np.array([0, 1], np.int32), np.array([4], np.int32), np.array([[1]], np.int32), 4)
-    assert len(backend.build_metadata(*arguments, [None] * 30 + [2] * 30).plans) == 2
+    assert len(backend.build_metadata(*arguments, [None] * 30 + [2] * 30).chunks) == 2
 
 
 def test_metadata_of_another_backend_is_refused() -> None:

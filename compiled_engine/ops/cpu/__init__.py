@@ -1,7 +1,7 @@
 """Kernels of the CPU backend.
 
-Paged attention by gathering a sequence's cached tokens and calling torch's own attention on them.
-Everything that depends only on the step, not on the layer, is computed once per step.
+Paged attention: a C++ kernel for requests with one new token, torch's attention for prompt chunks. The C++ has a plain
+C ABI, is built by the system's compiler at the first start, and shares torch's OpenMP runtime.
 """
 
 from __future__ import annotations
