@@ -87,6 +87,26 @@ class CaptureError(CompiledEngineError):
     """``torch.compile`` could not capture the model as one graph; the message names the source line."""
 
 
+class CompiledAfterWarmup(CompiledEngineError):
+    """Something was captured or compiled in a step, after warm-up was to have covered every step.
+
+    ``what`` names it, ``reason`` is torch's reason for compiling it, ``inputs`` describes what it was called with;
+    ``reason`` and ``inputs`` are None where torch does not tell.
+    """
+
+    def __init__(self, what: str, reason: str | None = None, inputs: str | None = None) -> None:
+        self.what, self.reason, self.inputs = what, reason, inputs
+        details = "".join(
+            f"\n  {name}: {text}" for name, text in (("reason", reason), ("inputs", inputs)) if text is not None
+        )
+        self.message = (
+            f"compiled after warm-up: {what}{details}\n"
+            "Run it during warm-up with inputs like these, or let its sizes be dynamic; on_compile='warn' goes on "
+            "with a warning."
+        )
+        super().__init__(self.message)
+
+
 class PlanError(CompiledEngineError):
     """A graph plan does not fit what it is run with (weights, pieces, context)."""
 
@@ -105,3 +125,34 @@ class BlockPoolError(CompiledEngineError):
 
 class EngineStateError(CompiledEngineError):
     """The engine cannot do this now: it is closed, or busy in another thread."""
+
+
+class KernelBuildError(CompiledEngineError):
+    """The C++ kernels cannot be built, or their library is not safe to load."""
+
+
+class StoreError(CompiledEngineError):
+    """The store of compiled graphs cannot be used as asked. Running without a store is always a way out."""
+
+
+class StoreAccessError(StoreError):
+    """The store is not this user's alone, and its files are code. ``command`` mends it; ``path`` is what it met."""
+
+    def __init__(self, path: object, fault: str, command: str) -> None:
+        self.path, self.command = path, command
+        super().__init__(
+            f"the graph store is refused: {path} {fault}, and its files are code that would run. If you trust what is "
+            f"in it, mend it with:\n  {command}\nElse use another folder (COMPILED_ENGINE_CACHE), or no store."
+        )
+
+
+class StoreDamagedError(StoreError):
+    """An entry is damaged in a store that cannot be written, so that it can be neither set aside nor replaced."""
+
+
+class StoreWriteError(StoreError):
+    """The store could not be written (disk full, no permission). What was there before is unharmed."""
+
+
+class NotPrecompiledError(StoreError):
+    """Graphs would have to be compiled, which the settings forbid; the message says what the store has instead."""

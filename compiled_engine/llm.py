@@ -14,6 +14,7 @@ from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.outputs import RequestOutput
 from compiled_engine.engine.sampling_params import SamplingParams
@@ -38,25 +39,34 @@ class LLM:
     ``EngineConfig`` (``EngineConfig.explain()`` describes them). Raises ``ConfigError`` for a setting that cannot work
     and ``ModelError`` for a model that cannot be used.
 
+    ``ledger`` tells how long each phase took from the start of the process to the first token: ``print(llm.ledger)``.
+
     One call at a time: a call from a second thread while one is running raises ``EngineStateError``.
     """
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
-        from compiled_engine.engine.core import Engine
-
+        self.ledger = Ledger()
+        self.ledger.add("before the engine", self.ledger.now, start=0.0, note="start of the process to LLM()")
         self.config: EngineConfig = _make_config(model, config)
-        self._use(Engine.from_config(self.config))
+        with self.ledger.phase("imports"):
+            from compiled_engine.engine.core import Engine
+        self._use(Engine.from_config(self.config, self.ledger))
 
     @classmethod
-    def from_engine(cls, engine: Engine, config: EngineConfig | None = None) -> LLM:
-        """An LLM around an engine that the caller put together, e.g. on a runner of their own."""
+    def from_engine(cls, engine: Engine, config: EngineConfig | None = None, ledger: Ledger | None = None) -> LLM:
+        """An LLM around an engine that the caller put together, e.g. on a runner of their own.
+
+        ledger: the one that the engine's start was noted in; None: a new one.
+        """
         llm = cls.__new__(cls)
+        llm.ledger = Ledger() if ledger is None else ledger
         llm.config = config or EngineConfig()
         llm._use(engine)
         return llm
 
     def _use(self, engine: Engine) -> None:
         self._engine = engine
+        self._first_token_noted = False
         self._lock = threading.Lock()
         self._closed = False
 
@@ -154,10 +164,14 @@ class LLM:
         self._check_open()
         outputs: dict[str, RequestOutput] = {}
         with self._exclusively("generate"), _Progress(len(adds), self._engine, use_tqdm) as progress:
+            begin = self.ledger.now
             try:
                 request_ids = [add() for add in adds]
                 while self._engine.has_unfinished():
                     finished = self._engine.step()
+                    if not self._first_token_noted and self._engine.num_sampled_tokens:
+                        self._first_token_noted = True
+                        self.ledger.add("first token", self.ledger.now - begin, start=begin)
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
             except BaseException:  # KeyboardInterrupt too: what was begun must not leak into the next call

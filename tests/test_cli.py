@@ -156,7 +156,8 @@ def test_defaults(started):
 def test_engine_options_reach_the_settings(started):
     options = (
         "--model m --dtype float32 --max-model-len 9 --max-num-seqs 2 --max-num-batched-tokens 3 --block-size 4 "
-        "--kv-cache-memory 5MiB --piece-compiler eager --num-threads 1"
+        "--kv-cache-memory 5MiB --piece-compiler eager --num-threads 1 --graphs g --no-store --require-precompiled "
+        "--on-compile warn"
     )
     assert run("generate", "a", *options.split()) == 0
     assert started.settings == [
@@ -170,6 +171,10 @@ def test_engine_options_reach_the_settings(started):
             "kv_cache_memory": "5MiB",
             "piece_compiler": "eager",
             "num_threads": 1,
+            "graphs": "g",
+            "store": False,
+            "require_precompiled": True,
+            "on_compile": "warn",
         }
     ]
 
@@ -199,6 +204,11 @@ def test_every_setting_has_an_option(capsys):
         (["generate", "a", "--block-size", "0"], "block_size is 0"),
         (["generate", "a", "--dtype", "int3"], "dtype is 'int3'"),
         (["generate", "a", "--kv-cache-memory", "lots"], "'lots' is not a number of bytes"),
+        (["generate", "a", "--on-compile", "shrug"], "on_compile is 'shrug'"),
+        (["generate", "a", "--graphs", ""], "graphs is ''"),
+        (["generate", "a", "--no-store", "--require-precompiled"], "require_precompiled needs a place"),
+        (["generate", "a", "--ledger-json", "/"], "--ledger-json /: give a file"),
+        (["generate", "a", "--ledger-json", "/nowhere/x.json"], "--ledger-json /nowhere/x.json: give a file"),
         (["generate", "a", "--system", "x"], "--system needs --chat"),
         (["generate", "a", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "-", "-"], "only once"),
@@ -265,6 +275,32 @@ def test_chatter_of_libraries_goes_to_stderr(started, capfd):
     assert "compiler says hello" in shown.err
 
 
+def test_ledger_goes_to_stderr_and_into_a_file(started, capfd, tmp_path):
+    file = tmp_path / "ledger.json"
+    assert run("generate", "abc", "--max-tokens", 5, "--ledger", "--ledger-json", file) == 0
+    shown = capfd.readouterr()
+    assert shown.out == text_of("abc", 5) + "\n"
+    data = json.loads(file.read_text())
+    assert data == started.llms[0].ledger.to_json()
+    (phase,) = data["phases"]
+    assert phase["name"] == "first token"
+    for text in ("phase", "first token", f"{phase['seconds']:.3f}", "total"):
+        assert text in shown.err
+    assert run("generate", "abc", "--max-tokens", 5) == 0
+    assert "first token" not in capfd.readouterr().err
+
+
+def test_ledger_file_that_cannot_be_written(started, capfd, tmp_path, monkeypatch):
+    def write_text(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert run("generate", "abc", "--max-tokens", 5, "--ledger-json", tmp_path / "x") == 2
+    shown = capfd.readouterr()
+    assert shown.out == text_of("abc", 5) + "\n"
+    assert "No space left on device" in shown.err
+
+
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"compiled-engine {__version__}\n"
@@ -273,7 +309,8 @@ def test_version(capsys):
 def test_help_and_mistakes_import_nothing_heavy():
     code = (
         "import sys; from compiled_engine.cli import main\n"
-        "for arguments in (['generate', '--help'], ['generate', 'a', '--top-p', '7']):\n"
+        "for arguments in (['generate', '--help'], ['precompile', '--help'], ['graphs', 'explain', '--help'],\n"
+        "                  ['generate', 'a', '--top-p', '7'], ['precompile', '--dtype', 'int3']):\n"
         "    try: main(arguments)\n"
         "    except SystemExit: pass\n"
         "sys.exit(sum(m in sys.modules for m in ('torch', 'transformers', 'tokenizers', 'numpy')))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import compiled_engine
 import compiled_engine.models
 import compiled_engine.runners
 from compiled_engine import LLM, EngineConfig, RequestOutput, SamplingParams
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.engine.core import Engine
 from compiled_engine.engine.tokenizer import Tokenizer
 from compiled_engine.errors import ConfigError, EngineStateError, ModelError
@@ -237,8 +239,9 @@ def test_a_real_start_passes_settings_and_files_on(monkeypatch, tmp_path):
     folder = write_byte_model_folder(tmp_path / "model")
     calls = []
 
-    def create_runner(config, files):
+    def create_runner(config, files, ledger):
         calls.append((config, files))
+        ledger.add("weights", 0.5, num_bytes=7)
         return FakeRunner(vocab_size=BYTE_VOCAB_SIZE)
 
     files = SimpleNamespace(folder=folder, source="there")
@@ -252,6 +255,48 @@ def test_a_real_start_passes_settings_and_files_on(monkeypatch, tmp_path):
     (folder / "tokenizer.json").unlink()
     with LLM("there") as llm:
         assert llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].text == ""
+
+
+def test_ledger_of_a_start(monkeypatch, tmp_path):
+    """From the start of the process to the first token, in order and without overlap; later calls add nothing."""
+    folder = write_byte_model_folder(tmp_path / "model")
+    files = SimpleNamespace(folder=folder, source="there")
+
+    def create_runner(config, files, ledger):
+        with ledger.phase("load"), ledger.phase("weights") as phase:
+            phase.num_bytes = 7
+        return FakeRunner(vocab_size=BYTE_VOCAB_SIZE)
+
+    monkeypatch.setattr(compiled_engine.models, "find_model", lambda model: files)
+    monkeypatch.setattr(compiled_engine.runners, "create_runner", create_runner)
+    with LLM("there") as llm:
+        llm.generate([[]], GREEDY, use_tqdm=False)  # an error is no token
+        before = [phase.name for phase in llm.ledger.phases]
+        assert before == ["before the engine", "imports", "config and files", "load", "weights"]
+        begin = llm.ledger.now
+        llm.generate("a", GREEDY, use_tqdm=False)
+        llm.generate("b", GREEDY, use_tqdm=False)
+        end = llm.ledger.now
+    phases = llm.ledger.phases
+    assert [phase.name for phase in phases] == [*before, "first token"]
+    assert [phase.depth for phase in phases] == [0, 0, 0, 0, 1, 0]
+    assert (phases[0].start, phases[4].num_bytes) == (0, 7)
+    outer = [phase for phase in phases if phase.depth == 0]
+    for earlier, later in itertools.pairwise(outer):
+        assert earlier.start + earlier.seconds <= later.start + 1e-6
+    assert begin <= phases[-1].start
+    assert phases[-1].start + phases[-1].seconds == llm.ledger.total_seconds <= end
+
+
+def test_ledger_of_an_engine_that_was_given():
+    runner = FakeRunner(vocab_size=BYTE_VOCAB_SIZE)
+    ledger = Ledger()
+    with LLM.from_engine(Engine(runner), ledger=ledger) as llm:
+        assert llm.ledger is ledger
+        llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert [phase.name for phase in ledger.phases] == ["first token"]
+    with LLM.from_engine(Engine(FakeRunner())) as llm:
+        assert llm.ledger.phases == ()
 
 
 def test_public_names():

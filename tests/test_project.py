@@ -86,6 +86,32 @@ def test_readme_table_lists_the_options_that_help_lists(
     assert in_readme == in_help - {"--help"}
 
 
+def test_readme_names_every_command_and_its_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command and action stands in the README; so does every option that `generate` does not have."""
+    monkeypatch.setenv("COLUMNS", "200")
+    readme = (ROOT / "README.md").read_text()
+
+    def help_of(*command: str) -> str:
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+        return capsys.readouterr().out
+
+    def names(text: str, title: str) -> list[str]:
+        return re.findall(r"^    (\w+)", text.partition(f"\n{title}:")[2].partition("\n\n")[0], re.MULTILINE)
+
+    commands = names(help_of(), "commands")
+    assert {"generate", "precompile", "graphs", "bindings"} <= set(commands)
+    actions = names(help_of("graphs"), "actions")
+    assert len(actions) == 4
+    for command in [("graphs", action) for action in actions] + [(name,) for name in commands if name != "graphs"]:
+        words = " ".join(("compiled-engine", *command))
+        assert re.search(rf"{words}(?!\w)", readme), f"README.md does not name {words!r}"
+        for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", _option_column(help_of(*command)))) - {"--help"}:
+            assert re.search(rf"{option}(?![\w-])", readme), f"README.md does not name {option} of {words!r}"
+
+
 def _option_column(help_text: str) -> str:
     """The lines of a help text that begin with an option, cut where its description begins."""
     lines = [line.strip() for line in help_text.splitlines() if re.match(r"\s+-", line)]

@@ -37,7 +37,9 @@ CHUNK = 192
 
 @pytest.fixture(scope="module")
 def llm(smollm2_folder: Path) -> Iterator[LLM]:
-    with LLM(model=str(smollm2_folder), dtype="float32", max_num_batched_tokens=CHUNK, max_model_len=1024) as llm:
+    # Without the store, so that what is counted is compiled here.
+    settings = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_model_len": 1024, "store": False}
+    with LLM(model=str(smollm2_folder), **settings) as llm:
         yield llm
 
 

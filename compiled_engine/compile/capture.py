@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.compile.plan import INPUT_IDS, LOGITS_INDICES, POSITIONS
 from compiled_engine.compile.weights import WeightRecipe
 from compiled_engine.errors import CaptureError
 
-INPUT_IDS, POSITIONS, LOGITS_INDICES = "input_ids", "positions", "logits_indices"
 # Sizes of the example inputs: unlike each other, so that tokens and sampled rows get a symbol each, and above 1,
 # because sizes 0 and 1 would be specialised.
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS = 8, 4

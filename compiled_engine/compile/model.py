@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_engine.compile.capture import INPUT_IDS, LOGITS_INDICES, POSITIONS
-from compiled_engine.compile.pieces import CompiledPiece
-from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, TensorSpec, check_plan
+from compiled_engine.compile.opening import CompiledPiece
+from compiled_engine.compile.plan import (
+    INPUT_IDS,
+    LOGITS_INDICES,
+    POSITIONS,
+    AttentionStep,
+    GraphPlan,
+    PieceStep,
+    TensorSpec,
+    check_plan,
+)
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
 from compiled_engine.ops.attention import PagedAttention, attend

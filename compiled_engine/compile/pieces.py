@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from compiled_engine.compile.key import ops_tag
+from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.split import Piece
 from compiled_engine.errors import CaptureError, ConfigError
-
-CompiledPiece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Takes a piece's inputs in order, gives its outputs in order."""
 
 
 class PieceCompiler(Protocol):
@@ -43,30 +42,23 @@ class InductorPieces:
 
         examples = _example_values(piece)
         # Packed weights have no strides, which the generated size checks would ask for.
-        with _compile_errors(piece), config.patch(size_asserts=False), torch.no_grad():
+        with _compile_errors(piece), _ops_in_cache_key(), config.patch(size_asserts=False), torch.no_grad():
             artifact = standalone_compile(piece.graph_module, examples, dynamic_shapes="from_graph")
         return lambda arguments: artifact(*arguments)
 
 
-class AotiPieces:
-    """AOTInductor packages through the raw loader: slower to compile, fastest to call, no compiler needed to run."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="compiled_engine_pieces_")
-
-    def compile(self, piece: Piece) -> CompiledPiece:
-        path = Path(self._folder.name) / f"{piece.spec.key}.pt2"
-        with _compile_errors(piece), _quiet():
-            exported = _export(piece)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        return loader.run
+def package_piece(piece: Piece, path: Path) -> None:
+    """Compile ``piece`` with AOTInductor into the package ``path``. Raises ``CaptureError``."""
+    with _compile_errors(piece), _quiet(), _ops_in_cache_key():
+        torch._inductor.aoti_compile_and_package(_export(piece), package_path=str(path))
 
 
 def create_piece_compiler(name: str) -> PieceCompiler:
-    """The piece compiler called ``name``: aoti, inductor or eager."""
+    """The compiler called ``name`` of pieces that stay in memory: inductor or eager.
+
+    Pieces for ``aoti`` are packages on disk: see ``packages.py``.
+    """
     compilers: dict[str, Callable[[], PieceCompiler]] = {
-        "aoti": AotiPieces,
         "inductor": InductorPieces,
         "eager": EagerPieces,
     }
@@ -129,3 +121,8 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+def _ops_in_cache_key() -> AbstractContextManager[None]:
+    """Inductor's own cache does not see what our ops are (pytorch#187319): their hash has to be part of its key."""
+    return torch.compiler.config.patch(cache_key_tag=ops_tag())  # type: ignore[attr-defined]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from compiled_engine.compile.capture import INPUT_IDS, LOGITS_INDICES, POSITIONS, capture
+from compiled_engine.compile.capture import CapturedGraph, capture
 from compiled_engine.compile.counters import CompileCounters
+from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.passes import passes_for, run_passes
-from compiled_engine.compile.pieces import CompiledPiece, PieceCompiler
-from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, Step
+from compiled_engine.compile.pieces import PieceCompiler
+from compiled_engine.compile.plan import INPUT_IDS, LOGITS_INDICES, POSITIONS, AttentionStep, GraphPlan, PieceStep, Step
 from compiled_engine.compile.split import Piece, SplitGraph, split_at_attention
 from compiled_engine.errors import CaptureError
 from compiled_engine.ops.attention import AttentionSpec
@@ -30,14 +32,30 @@ class PlannedGraph:
 
 
 def plan_model(
-    module: nn.Module, layers: Sequence[AttentionSpec], device: torch.device, counters: CompileCounters
+    module: nn.Module,
+    layers: Sequence[AttentionSpec],
+    device: torch.device,
+    counters: CompileCounters,
+    ledger: Ledger | None = None,
 ) -> PlannedGraph:
     """Capture ``module`` and make its plan. ``layers``: its attention layers, as the discovery found them.
 
     Raises ``CaptureError`` when the model does not fit into one graph.
     """
-    captured = capture(module)
-    counters.captures += 1
+    ledger = ledger if ledger is not None else Ledger()
+    with ledger.phase("capture") as phase:
+        captured = capture(module)
+        counters.captures += 1
+        phase.note = f"{len(captured.graph_module.graph.nodes)} operations"
+    with ledger.phase("passes and split") as phase:
+        planned = _plan(captured, layers, device, counters)
+        phase.note = f"{len(planned.plan.pieces)} of {len(planned.plan.layers) + 2} pieces are unlike"
+    return planned
+
+
+def _plan(
+    captured: CapturedGraph, layers: Sequence[AttentionSpec], device: torch.device, counters: CompileCounters
+) -> PlannedGraph:
     fired = run_passes(captured, passes_for(device))
     for name, count in fired.items():
         counters.passes[name] = counters.passes.get(name, 0) + count
@@ -65,17 +83,23 @@ def plan_model(
 def compile_pieces(
     planned: PlannedGraph, compiler: PieceCompiler, counters: CompileCounters, progress: Progress
 ) -> dict[str, CompiledPiece]:
-    """Compile every unique piece of the plan, by key."""
+    """Compile every unique piece of the plan in memory, by key."""
     compiled: dict[str, CompiledPiece] = {}
     for key, piece in planned.pieces.items():
         progress("compiling pieces", len(compiled), len(planned.pieces))
         compiled[key] = compiler.compile(piece)
+    count_compiled(compiled, planned, counters)
+    progress("compiling pieces", len(compiled), len(planned.pieces))
+    return compiled
+
+
+def count_compiled(keys: Iterable[str], planned: PlannedGraph, counters: CompileCounters) -> None:
+    """Note that the pieces ``keys`` of a plan have been compiled."""
+    for key in keys:
         if key == planned.plan.head.piece:
             counters.heads_compiled += 1
         else:
             counters.pieces_compiled += 1
-    progress("compiling pieces", len(compiled), len(planned.pieces))
-    return compiled
 
 
 def _steps(split: SplitGraph) -> list[Step]:

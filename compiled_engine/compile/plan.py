@@ -17,6 +17,9 @@ from compiled_engine.ops.attention import AttentionSpec
 
 PLAN_VERSION = 1
 
+INPUT_IDS, POSITIONS, LOGITS_INDICES = "input_ids", "positions", "logits_indices"
+"""Names of the model's inputs among a plan's values."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -146,7 +149,7 @@ def check_plan(plan: GraphPlan) -> None:
     pieces = {piece.key: piece for piece in plan.pieces}
     weights = {f"weight:{recipe.key}" for recipe in plan.weights}
     layers = {layer.layer_name for layer in plan.layers}
-    known = {"value:input_ids", "value:positions"}
+    known = {f"value:{INPUT_IDS}", f"value:{POSITIONS}"}
     for step in plan.steps:
         _check_step(step, pieces, layers, weights | known)
         made = (step.out,) if isinstance(step, AttentionStep) else step.outputs
@@ -154,7 +157,7 @@ def check_plan(plan: GraphPlan) -> None:
         known -= {f"value:{name}" for name in step.release}
     if f"value:{plan.hidden}" not in known:
         raise PlanError(f"no step of the plan leaves its hidden states {plan.hidden!r}")
-    _check_step(plan.head, pieces, layers, weights | {f"value:{plan.hidden}", "value:logits_indices"})
+    _check_step(plan.head, pieces, layers, weights | {f"value:{plan.hidden}", f"value:{LOGITS_INDICES}"})
 
 
 def _check_step(step: Step, pieces: Mapping[str, PieceSpec], layers: set[str], known: set[str]) -> None:

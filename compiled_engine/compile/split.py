@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.compile.canonical import describe_tensors, piece_key
-from compiled_engine.compile.capture import LOGITS_INDICES, CapturedGraph
-from compiled_engine.compile.plan import AttentionStep, PieceSpec
+from compiled_engine.compile.capture import CapturedGraph
+from compiled_engine.compile.plan import LOGITS_INDICES, AttentionStep, PieceSpec
 from compiled_engine.errors import CaptureError
 
 _CREATORS = ("new_empty", "empty_like", "empty")

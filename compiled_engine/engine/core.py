@@ -20,6 +20,7 @@ from compiled_engine.ops.sampling import SamplingBatch
 from compiled_engine.runners.batch import ScheduledBatch
 
 if TYPE_CHECKING:
+    from compiled_engine.compile.ledger import Ledger
     from compiled_engine.config import EngineConfig
     from compiled_engine.runners.base import Runner
 
@@ -64,17 +65,21 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Find, load and compile the model that ``config`` names. Raises ``ModelError`` or ``ConfigError``."""
-        from compiled_engine.models import find_model
-        from compiled_engine.runners import create_runner
+    def from_config(cls, config: EngineConfig, ledger: Ledger) -> Engine:
+        """Find, load and compile the model that ``config`` names. Raises ``ModelError`` or ``ConfigError``.
 
-        files = find_model(config.model)
-        # The cheap files first: what is wrong with them shows before minutes are spent on compiling.
-        tokenizer = Tokenizer.from_folder(files.folder) if (files.folder / "tokenizer.json").is_file() else None
-        eos_token_ids = read_eos_token_ids(files.folder)
+        ledger: where the phases of the start are noted.
+        """
+        with ledger.phase("config and files"):
+            from compiled_engine.models import find_model
+            from compiled_engine.runners import create_runner
+
+            files = find_model(config.model)
+            # The cheap files first: what is wrong with them shows before minutes are spent on compiling.
+            tokenizer = Tokenizer.from_folder(files.folder) if (files.folder / "tokenizer.json").is_file() else None
+            eos_token_ids = read_eos_token_ids(files.folder)
         return cls(
-            create_runner(config, files),
+            create_runner(config, files, ledger),
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
             seed=config.seed,

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING
 from compiled_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from compiled_engine.compile.ledger import Ledger
     from compiled_engine.config import EngineConfig
     from compiled_engine.models import ModelFiles
     from compiled_engine.runners.base import Runner
 
 
-def create_runner(config: EngineConfig, files: ModelFiles) -> Runner:
-    """The runner for ``config.device``, ready to execute: loaded, compiled, bound and warmed up."""
+def create_runner(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Runner:
+    """The runner for ``config.device``, ready to execute: loaded, compiled, bound and warmed up.
+
+    ``ledger`` notes the phases of all that.
+    """
     if config.device == "cpu":
         from compiled_engine.runners.cpu import CpuRunner
 
-        return CpuRunner(config, files)
+        return CpuRunner(config, files, ledger)
     raise ConfigError(f"device is {config.device!r}: only 'cpu' is there so far")

@@ -22,7 +22,7 @@ def describe_bindings(config: EngineConfig, files: ModelFiles) -> ContextDescrip
     """
     dtype = resolve_dtype(config.dtype, files)
     definition = build_definition(files, dtype)
-    max_model_len = resolve_max_model_len(definition.config, config.max_model_len)
+    max_model_len = resolve_max_model_len(definition.max_position, config.max_model_len)
     context = StaticForwardContext()
     register_attention_layers(context, definition.layers, config.block_size, dtype, CpuAttention(dtype))
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from compiled_engine.compile.counters import CompileCounters
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.model import CompiledModel
-from compiled_engine.compile.pieces import create_piece_compiler
-from compiled_engine.compile.pipeline import compile_pieces, plan_model
+from compiled_engine.compile.seal import CompileSeal
 from compiled_engine.compile.weights import materialize
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
@@ -22,40 +23,56 @@ from compiled_engine.context import (
     token_slots,
 )
 from compiled_engine.errors import ContextStateError, RequestError
-from compiled_engine.models import Checkpoint, ModelFiles, build_definition, resolve_dtype, resolve_max_model_len
+from compiled_engine.models import Checkpoint, ModelFiles, resolve_dtype, resolve_max_model_len
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.sampling import sample
 from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
-from compiled_engine.runners.loading import DefinitionWeights
+from compiled_engine.runners.loading import CheckpointWeights
 from compiled_engine.runners.memory import available_memory, size_cache_groups
+from compiled_engine.runners.precompile import RunnableGraphs, graphs_for
+
+if TYPE_CHECKING:
+    from compiled_engine.compile.pipeline import Progress
 
 logger = logging.getLogger(__name__)
 
 # Size 1 would be another graph (compilers specialise it), so one row is padded to two.
 _MIN_ROWS = 2
+# Unlike the smallest step, so that what depends on the number of tokens shows.
+_WARM_UP_ROWS = 5
 
 
 class CpuRunner(Runner):
     """One model on the CPU. Holds no list of caches: attention layers own them, ``static_context`` names the layers.
 
-    Constructing it does everything up to being ready: read the definition, capture and compile, read the weights, size,
-    allocate and bind the caches, warm up. Raises ``ModelError``, ``ConfigError``, ``CaptureError`` or
-    ``OutOfMemoryError``.
+    Constructing it does everything up to being ready: find or compile the graphs, read the weights, size, allocate and
+    bind the caches, warm up; ``ledger`` notes how long each takes. From then on nothing may be compiled in a step.
+    Raises ``ModelError``, ``ConfigError``, ``CaptureError``, ``StoreError`` or ``OutOfMemoryError``.
     """
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
+    ) -> None:
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.dtype = resolve_dtype(config.dtype, files)
         self.counters = CompileCounters()
-        self._backend = CpuAttention(self.dtype)
         self.static_context = StaticForwardContext()
-        with Checkpoint(files) as checkpoint:
-            self.model, max_model_len = self._load(files, checkpoint)
-        cache_groups = size_cache_groups(config, self.static_context, max_model_len, available_memory())
+        self._seal = CompileSeal(config.on_compile)
+        with ledger.phase("kernels"):
+            self._backend = CpuAttention(self.dtype)
+        graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)
+        max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
+        self.model = self._load_weights(graphs, files, ledger)
+        with ledger.phase("KV cache") as phase:
+            cache_groups = size_cache_groups(config, self.static_context, max_model_len, available_memory())
+            caches = allocate_cache_groups(self.static_context, cache_groups)
+            bind_kv_cache(caches, self.static_context)
+            phase.num_bytes = sum(cache.nbytes for cache in caches.values())
+        logger.info("KV cache: %s", ", ".join(_describe_group(group, config.block_size) for group in cache_groups))
         self._limits = RunnerLimits(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -64,9 +81,9 @@ class CpuRunner(Runner):
             cache_groups=cache_groups,
             vocab_size=self.model.plan.vocab_size,
         )
-        logger.info("KV cache: %s", ", ".join(_describe_group(group, config.block_size) for group in cache_groups))
-        bind_kv_cache(allocate_cache_groups(self.static_context, cache_groups), self.static_context)
-        self._warm_up()
+        with ledger.phase("warm-up"):
+            self._warm_up()
+        self._seal.seal()
 
     @property
     def limits(self) -> RunnerLimits:
@@ -80,29 +97,28 @@ class CpuRunner(Runner):
                 f"the batch has {batch.num_scheduled_tokens} tokens, max_num_batched_tokens is "
                 f"{self._limits.max_num_batched_tokens}"
             )
-        inputs = build_step_inputs(batch.requests, self.config.block_size, _MIN_ROWS)
-        logits = self._forward(inputs, StepKind.REAL)
-        return StepOutput(sample(logits, batch.sampling))
+        with self._seal.guard():
+            inputs = build_step_inputs(batch.requests, self.config.block_size, _MIN_ROWS)
+            logits = self._forward(inputs, StepKind.REAL)
+            return StepOutput(sample(logits, batch.sampling))
 
     def close(self) -> None:
         """Drop caches and weights. Idempotent."""
+        self._seal.close()
         self.static_context.close()
         self.model = None  # type: ignore[assignment]
 
-    def _load(self, files: ModelFiles, checkpoint: Checkpoint) -> tuple[CompiledModel, int]:
-        """Definition, plan, pieces and weights, in the order that keeps the peak of memory low."""
-        definition = build_definition(files, self.dtype, checkpoint)
-        max_model_len = resolve_max_model_len(definition.config, self.config.max_model_len)
-        logger.info("capturing %s, %d layers", type(definition.module).__name__, len(definition.layers))
-        planned = plan_model(definition.module, definition.layers, torch.device("cpu"), self.counters)
-        compiler = create_piece_compiler(self.config.piece_compiler)
-        pieces = compile_pieces(planned, compiler, self.counters, _log_progress)
-        logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
-        weights = materialize(planned.plan.weights, DefinitionWeights(definition, checkpoint))
+    def _load_weights(self, graphs: RunnableGraphs, files: ModelFiles, ledger: Ledger) -> CompiledModel:
+        """Read and pack the weights by the plan's recipes, and register the plan's attention layers."""
+        with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
+            phase.num_bytes = checkpoint.num_bytes
+            logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
+            source = CheckpointWeights(graphs.weight_names, graphs.constants, checkpoint)
+            weights = materialize(graphs.plan.weights, source)
         register_attention_layers(
-            self.static_context, planned.plan.layers, self.config.block_size, self.dtype, self._backend
+            self.static_context, graphs.plan.layers, self.config.block_size, self.dtype, self._backend
         )
-        return CompiledModel(planned.plan, pieces, weights, self.static_context), max_model_len
+        return CompiledModel(graphs.plan, graphs.pieces, weights, self.static_context)
 
     def _forward(self, inputs: StepInputs, step_kind: StepKind) -> torch.Tensor:
         """Logits [num_logits, vocab_size] of the rows that sample."""
@@ -134,10 +150,10 @@ class CpuRunner(Runner):
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run the smallest and the largest step on padding rows, checking every tensor against the plan."""
+        """Run two small steps on padding rows, checking every tensor against the plan."""
         self.model.verify(True)
         tables = ((0,),) * len(self.static_context.groups)
-        for num_tokens in {_MIN_ROWS, self._limits.max_num_batched_tokens}:
+        for num_tokens in (_MIN_ROWS, _WARM_UP_ROWS):
             dummy = [ScheduledRequest(f"warm-up {row}", (0,), 0, tables, row < _MIN_ROWS) for row in range(num_tokens)]
             self._forward(build_step_inputs(dummy, self.config.block_size, _MIN_ROWS), StepKind.WARMUP)
         self.model.verify(False)

@@ -1,29 +1,34 @@
-"""Weights for a plan out of a checkpoint and the buffers that a model definition computed itself."""
+"""Weights for a plan out of a checkpoint, and what a model definition computed itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from compiled_engine.models import Checkpoint, ModelDefinition
+from compiled_engine.models import Checkpoint
 
 
-class DefinitionWeights:
-    """A ``WeightSource``: a definition's weights by the names its module gives them."""
+class CheckpointWeights:
+    """A ``WeightSource``: tensors by the names of the model definition.
 
-    def __init__(self, definition: ModelDefinition, checkpoint: Checkpoint) -> None:
-        self._names = dict(definition.weight_names)
-        self._buffers = dict(definition.expected.buffers)
+    ``names`` maps them to the checkpoint's; ``constants`` are tensors that are in no checkpoint.
+    """
+
+    def __init__(self, names: Mapping[str, str], constants: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+        self._names = names
+        self._constants = constants
         self._checkpoint = checkpoint
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the weight or buffer ``name``; ``KeyError`` if there is none."""
-        if name in self._buffers:
-            return tuple(self._buffers[name].shape)
+        """Shape of the tensor ``name``; ``KeyError`` if there is none."""
+        if name in self._constants:
+            return tuple(self._constants[name].shape)
         return self._checkpoint[self._names[name]].shape
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy the weight or buffer ``name`` into ``out``, converting to its dtype."""
-        if name in self._buffers:
-            out.copy_(self._buffers[name])
+        """Copy the tensor ``name`` into ``out``, converting to its dtype."""
+        if name in self._constants:
+            out.copy_(self._constants[name])
         else:
             self._checkpoint.read(self._names[name], out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compiled_engine.compile.capture import INPUT_IDS, LOGITS_INDICES, POSITIONS, CapturedGraph
+from compiled_engine.compile.capture import CapturedGraph
 from compiled_engine.compile.counters import CompileCounters
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.model import CompiledModel
-from compiled_engine.compile.pieces import CompiledPiece, create_piece_compiler
-from compiled_engine.compile.pipeline import PlannedGraph, compile_pieces, plan_model
+from compiled_engine.compile.opening import CompiledPiece, open_packages
+from compiled_engine.compile.packages import compile_packages
+from compiled_engine.compile.pieces import create_piece_compiler
+from compiled_engine.compile.pipeline import PlannedGraph, compile_pieces, count_compiled, plan_model
+from compiled_engine.compile.plan import INPUT_IDS, LOGITS_INDICES, POSITIONS
 from compiled_engine.compile.weights import WeightSource, materialize
 from compiled_engine.context import (
     ForwardContext,
@@ -29,7 +34,7 @@ from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.runners.batch import ScheduledRequest
 from compiled_engine.runners.inputs import build_step_inputs
-from compiled_engine.runners.loading import DefinitionWeights
+from compiled_engine.runners.loading import CheckpointWeights
 
 VOCAB_SIZE, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 23, 16, 4, 2, 4
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -270,8 +275,17 @@ def plan_small(module: nn.Module, counters: CompileCounters | None = None) -> Pl
     return plan_model(module, specs_of(module), torch.device("cpu"), counters or CompileCounters())
 
 
-def compiled(planned: PlannedGraph, compiler: str = "eager") -> dict[str, CompiledPiece]:
-    return compile_pieces(planned, create_piece_compiler(compiler), CompileCounters(), quiet)
+def compiled(
+    planned: PlannedGraph, compiler: str = "eager", counters: CompileCounters | None = None
+) -> dict[str, CompiledPiece]:
+    """All pieces, by key; ``compiler`` may be "aoti", whose pieces go through packages on disk."""
+    counters = counters or CompileCounters()
+    if compiler != "aoti":
+        return compile_pieces(planned, create_piece_compiler(compiler), counters, quiet)
+    with tempfile.TemporaryDirectory() as folder:
+        packages = compile_packages(planned.pieces, Path(folder), quiet, Ledger())
+        count_compiled(packages, planned, counters)
+        return open_packages(packages)
 
 
 @dataclass(frozen=True)
@@ -297,5 +311,5 @@ class TinyLlama:
 
     def running(self, compiler: str) -> Running:
         with Checkpoint(find_model(str(self.folder))) as checkpoint:
-            weights = DefinitionWeights(self.definition, checkpoint)
+            weights = CheckpointWeights(self.definition.weight_names, self.definition.expected.buffers, checkpoint)
             return Running(self.planned, compiled(self.planned, compiler), weights)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from small_models import ModuleWeights, Running, Small, compiled, quiet
 from torch.fx import Graph, GraphModule
 
+from compiled_engine.compile import packages
 from compiled_engine.compile.counters import CompileCounters
-from compiled_engine.compile.pieces import AotiPieces, InductorPieces, create_piece_compiler
+from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.opening import open_packages
+from compiled_engine.compile.packages import compile_packages
+from compiled_engine.compile.pieces import InductorPieces, create_piece_compiler
 from compiled_engine.compile.pipeline import compile_pieces
 from compiled_engine.compile.split import Piece
 from compiled_engine.errors import CaptureError, ConfigError
 
 
 def test_an_unknown_compiler_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="'fast'.*aoti, inductor, eager"):
+    with pytest.raises(ConfigError, match="'fast'.*inductor, eager"):
         create_piece_compiler("fast")
 
 
@@ -27,7 +32,7 @@ def test_an_unknown_compiler_is_refused_with_the_choices() -> None:
 def test_one_compilation_serves_every_number_of_tokens_and_rows(small: Small, compiler: str) -> None:
     counters = CompileCounters()
     with counters.expect(pieces_compiled=3, heads_compiled=1, pieces=0, captures=0):
-        pieces = compile_pieces(small.planned, create_piece_compiler(compiler), counters, quiet)
+        pieces = compiled(small.planned, compiler, counters)
     running = Running(small.planned, pieces, ModuleWeights(small.module))
     running.model.verify(True)
     with counters.expect(pieces_compiled=0, heads_compiled=0):
@@ -57,26 +62,40 @@ def broken_piece(small: Small) -> Piece:
     return replace(piece, graph_module=GraphModule(torch.nn.Module(), graph))
 
 
-@pytest.mark.parametrize("compiler", [InductorPieces, AotiPieces])
-def test_a_piece_that_does_not_compile_is_shown(small: Small, compiler: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_piece_that_inductor_refuses_is_shown(small: Small) -> None:
     piece = broken_piece(small)
     with pytest.raises(CaptureError) as caught:
-        compiler().compile(piece)
+        InductorPieces().compile(piece)
     assert "no_such_method" in str(caught.value)
     assert piece.spec.code in str(caught.value)
 
 
+def test_a_piece_that_cannot_be_packaged_is_shown(small: Small, tmp_path: Path) -> None:
+    """The compiler runs in a process of its own; its message comes back, and nothing is left running."""
+    piece = broken_piece(small)
+    with pytest.raises(CaptureError) as caught:
+        compile_packages({piece.spec.key: piece}, tmp_path, quiet, Ledger())
+    assert "no_such_method" in str(caught.value)
+    assert piece.spec.code in str(caught.value)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_compiler_that_dies_is_an_error(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "package_piece", lambda piece, path: os._exit(9))
+    with pytest.raises(CaptureError, match="exit code 9"):
+        compile_packages(small.planned.pieces, tmp_path, quiet, Ledger())
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.slow
-def test_packages_live_in_a_folder_that_goes_with_the_compiler(small: Small, capfd: pytest.CaptureFixture[str]) -> None:
-    compiler = AotiPieces()
-    folder = Path(compiler._folder.name)
-    piece = small.planned.pieces[small.planned.plan.head.piece]
-    run = compiler.compile(piece)
-    assert [path.name for path in folder.iterdir()] == [f"{piece.spec.key}.pt2"]
-    del compiler
-    assert not folder.exists()
-    eager = compiled(small.planned)[piece.spec.key]
-    weights = [torch.randn(size) for size in [(1, 5, 16)]]
-    arguments = [*weights, torch.tensor([4, 0]), ModuleWeights(small.module).tensors["head.weight"]]
+def test_packages_are_compiled_side_by_side_and_told_of(small: Small, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    ledger = Ledger()
+    made = compile_packages(small.planned.pieces, tmp_path, lambda _, *step: told.append(step), ledger, workers=2)
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{key}.pt2" for key in small.planned.pieces)
+    assert [phase.name[:14] for phase in ledger.phases] == ["compile piece "] * 4
+    key = small.planned.plan.head.piece
+    run, eager = open_packages(made)[key], compiled(small.planned)[key]
+    arguments = [torch.randn(1, 5, 16), torch.tensor([4, 0]), ModuleWeights(small.module).tensors["head.weight"]]
     torch.testing.assert_close(run(arguments)[0], eager(arguments)[0], rtol=1e-5, atol=1e-5)
-    assert capfd.readouterr().out == ""

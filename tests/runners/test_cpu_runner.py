@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import CacheLayer, ContextState
 from compiled_engine.errors import ConfigError, ContextStateError, OutOfMemoryError, RequestError
@@ -47,7 +48,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_runner(folder: Path, **settings: Any) -> CpuRunner:
-    return CpuRunner(EngineConfig(**{**SETTINGS, **settings}), find_model(str(folder)))
+    return CpuRunner(EngineConfig(**{**SETTINGS, **settings}), find_model(str(folder)), Ledger())
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,7 @@ def test_no_list_of_caches_is_kept_anywhere(runner: CpuRunner) -> None:
 
 def test_a_life_from_warm_up_to_the_end(small_folder: Path) -> None:
     """Warm-up leaves no trace (block 0 is all that its dummy rows may touch); closing frees all and may be repeated."""
-    runner = create_runner(EngineConfig(**SETTINGS), find_model(str(small_folder)))
+    runner = create_runner(EngineConfig(**SETTINGS), find_model(str(small_folder)), Ledger())
     assert isinstance(runner, CpuRunner)
     caches = []
     for layer in runner.static_context.values():

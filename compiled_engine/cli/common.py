@@ -1,0 +1,71 @@
+"""What all subcommands share: exit codes, where output goes, and telling a failed start from later errors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+from compiled_engine.errors import ConfigError
+
+EXIT_OK, EXIT_REQUEST_ERROR, EXIT_USAGE, EXIT_NO_START, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = """\
+exit codes:
+  0 every prompt was answered     1 at least one request ended in an error (see stderr)
+  2 bad usage or settings         3 the engine could not start         130 interrupted
+"""
+
+
+class CannotStart(Exception):
+    """The work could not be begun; ``__cause__`` says why."""
+
+
+@contextlib.contextmanager
+def starting(what: str = "the engine could not start") -> Iterator[None]:
+    """Tell what goes wrong while the engine starts from what goes wrong later."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the compiler, the file system or a library raises: it did not start
+        raise CannotStart(what) from error
+
+
+@contextlib.contextmanager
+def told_on_stderr(wanted: bool) -> Iterator[None]:
+    """Show what the engine does while it starts, a line each: compiling takes a while."""
+    logger = logging.getLogger("compiled_engine")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[compiled-engine] %(message)s"))
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO if wanted else logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def stdout_for_answers_only() -> Iterator[None]:
+    """Send to stderr what libraries and compilers print on stdout in the meantime, also below Python."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # a process may be started with either of them closed
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
