@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench startup clean
 
 # The Python that makes .venv.
 PYTHON ?= python3
@@ -54,6 +54,9 @@ format: $(VENV)/.installed-test ## let ruff sort imports and lay out the code
 
 bench: $(VENV)/.installed-demo ## measure this engine and transformers side by side
 	$(BIN)/python benchmarks/offline.py $(BENCH_ARGS)
+
+startup: $(VENV)/.installed-demo ## measure a cold start and warm starts beside importing torch
+	$(BIN)/python benchmarks/startup.py $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and measurements
 	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

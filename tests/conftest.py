@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 MODEL_VARIABLE = "COMPILED_ENGINE_MODEL"
 EXAMPLES = 50
+QUICK_EXAMPLES = 12
 
 _SLOW_IS_FINE = [HealthCheck.too_slow]
 
@@ -36,13 +37,25 @@ settings.register_profile(
 )
 # dev: new examples in every run, and failures are remembered.
 settings.register_profile("dev", max_examples=EXAMPLES, deadline=None, suppress_health_check=_SLOW_IS_FINE)
+# quick: chosen with -m "not slow", which is for a look between two edits.
+settings.register_profile(
+    "quick",
+    max_examples=QUICK_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=_SLOW_IS_FINE,
+)
 # nightly: a long search.
 settings.register_profile(
     "nightly", max_examples=50 * EXAMPLES, deadline=None, print_blob=True, suppress_health_check=_SLOW_IS_FINE
 )
 
 
-def _chosen_profile() -> str:
+def _chosen_profile(quick: bool = False) -> str:
+    if quick:
+        return os.environ.get("HYPOTHESIS_PROFILE") or "quick"
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if in_ci else "dev")
 
@@ -52,12 +65,15 @@ settings.load_profile(_chosen_profile())
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give torch no more threads than this process has cores: spinning threads beyond that stall each other."""
+    if config.option.markexpr == "not slow":
+        settings.load_profile(_chosen_profile(quick=True))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(torch.get_num_threads(), cores))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, hypothesis profile {_chosen_profile()}"
+    profile = _chosen_profile(quick=config.option.markexpr == "not slow")
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, hypothesis profile {profile}"
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -114,10 +115,16 @@ def _dtype_name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+@functools.cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields; working them out for every step again takes most of the time of reading."""
+    return get_type_hints(kind)
+
+
 def _read(kind: Any, data: Any) -> Any:
     """``data``, as JSON gave it, as a value of the annotated type ``kind``. Raises ``TypeError`` if it is none."""
     if is_dataclass(kind):
-        kinds = get_type_hints(kind)
+        kinds = _field_types(kind)  # type: ignore[arg-type]
         if not isinstance(data, dict) or set(data) != set(kinds):
             raise TypeError(f"{_shown(data)} is no {getattr(kind, '__name__', kind)} with {', '.join(kinds)}")
         return kind(**{name: _read(kinds[name], value) for name, value in data.items()})  # type: ignore[operator]

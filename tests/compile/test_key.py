@@ -238,6 +238,7 @@ print(json.dumps([key.digest, ops_tag(), dict(key.components)]))
 """
 
 
+@pytest.mark.slow
 def test_a_changed_schema_changes_key_and_tag(sources: Path) -> None:
     import json
 

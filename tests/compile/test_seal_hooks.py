@@ -106,6 +106,7 @@ print("all noticed")
 """
 
 
+@pytest.mark.slow
 def test_sealing_imports_nothing_and_notices_what_is_imported_in_a_step() -> None:
     result = subprocess.run([sys.executable, "-c", IMPORTED_LATER], capture_output=True, text=True)
     assert (result.stdout, result.returncode) == ("all noticed\n", 0), result.stderr

@@ -123,6 +123,7 @@ def test_logits_from_specs_and_weights_equal_transformers(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_buffers_and_dtypes_equal_from_pretrained(

@@ -216,6 +216,7 @@ def run_with(machine: type[ContentMachine], eyes: str) -> None:
     run_state_machine_as_test(seeing, settings=quick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "plant", "eyes"),
     [

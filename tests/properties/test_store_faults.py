@@ -107,6 +107,24 @@ def test_damage_is_a_miss_and_is_replaced_exactly_once(models: tuple[StoredModel
         check_heals(store, other)
 
 
+@pytest.mark.parametrize("number", range(6))
+def test_a_flipped_byte_and_a_cut_are_seen_wherever_they_are(models: tuple[StoredModel, ...], number: int) -> None:
+    with new_store() as store:
+        store.save(KEY, models[0])
+        path, bundle = all_files(store.root)[number], GraphStore(store.root, read_only=True)
+        content = path.read_bytes()
+        for place in range(0, len(content), 1 if len(content) < 1000 else 5):
+            flipped = bytes([content[place] ^ (1 << place % 8)])
+            for damaged in (content[:place] + flipped + content[place + 1 :], content[:place]):
+                path.write_bytes(damaged)
+                with pytest.raises(StoreDamagedError):
+                    bundle.load(KEY)
+        path.write_bytes(content)
+        loaded = bundle.load(KEY)
+        assert loaded is not None
+        assert same(loaded, models[0])
+
+
 @given(first=st.integers(0, 5), second=st.integers(0, 5))
 def test_files_in_each_others_places_are_not_used(models: tuple[StoredModel, ...], first: int, second: int) -> None:
     assume(first != second)
