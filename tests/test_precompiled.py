@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_watch import watch_compiles
 from compiled_engine import LLM, SamplingParams, cli
@@ -64,11 +65,12 @@ def test_cold_warm_bundle_and_eager_write_the_same(
     bundle, moved = tmp_path / "bundle", tmp_path / "elsewhere" / "moved"
     assert cli.main(["precompile", str(model), "--out", str(bundle), "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == str(bundle)
+    assert len(list((bundle / "kernels").glob("*.so"))) == 1, "a bundle brings its kernels along"
     moved.parent.mkdir()
     shutil.move(bundle, moved)
     monkeypatch.setenv("COMPILED_ENGINE_CACHE", str(tmp_path / "another"))
     assert warm_start(model, PROMPTS, graphs=str(moved)) == fresh
-    assert warm == cold == tokens(model, piece_compiler="eager")
+    assert warm == cold == tokens(model, piece_compiler="eager", store=False)
     before = sorted((tmp_path / "another").rglob("graphs*"))
     assert tokens(model, store=False) == cold
     assert sorted((tmp_path / "another").rglob("graphs*")) == before == []
@@ -91,3 +93,47 @@ def test_smollm2_starts_without_compilers(
     options = ["--dtype", "float32", "--require-precompiled", "--chat", "--max-tokens", "32"]
     code = cli.main(["generate", "--model", str(smollm2_folder), *options, *question])
     assert (code, capsys.readouterr().out.splitlines()[-1]) == (0, "The capital of France is Paris.")
+
+
+def test_a_7b_model_is_precompiled_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 27 GB that is one hole in the disk: only its header exists. All processes stay under 4 GB."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path / "llama-7b"
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    header, end = {}, 0
+    for name, tensor in state.items():
+        start, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    assert end > 26e9
+    code = (
+        "import resource, sys\n"
+        "from compiled_engine import cli\n"
+        f"code = cli.main(['precompile', {str(folder)!r}, '--dtype', 'float32', '--no-progress'])\n"
+        "usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
+        "print(*usage)\n"
+        "sys.exit(code)\n"
+    )
+    monkeypatch.setenv("COMPILED_ENGINE_CACHE", str(tmp_path / "cache"))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    own, largest_child = (int(number) * 1024 for number in result.stdout.splitlines()[-1].split())
+    print(f"peak memory: {own / 1e9:.2f} GB, largest child {largest_child / 1e9:.2f} GB")
+    # Two compilers at most run beside the parent on two cores; more cores, more compilers.
+    assert own + 2 * largest_child < 4e9

@@ -32,7 +32,7 @@ from compiled_engine.runners.caches import allocate_cache_groups, register_atten
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import CheckpointWeights
 from compiled_engine.runners.memory import available_memory, size_cache_groups
-from compiled_engine.runners.precompile import RunnableGraphs, graphs_for
+from compiled_engine.runners.precompile import RunnableGraphs, graphs_for, kernel_folder
 
 if TYPE_CHECKING:
     from compiled_engine.compile.pipeline import Progress
@@ -63,7 +63,7 @@ class CpuRunner(Runner):
         self.static_context = StaticForwardContext()
         self._seal = CompileSeal(config.on_compile)
         with ledger.phase("kernels"):
-            self._backend = CpuAttention(self.dtype)
+            self._backend = CpuAttention(self.dtype, kernel_folder(config))
         graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
         self.model = self._load_weights(graphs, files, ledger)

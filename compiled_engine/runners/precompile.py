@@ -21,6 +21,7 @@ from compiled_engine.compile.store_entry import StoredModel
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import NotPrecompiledError, StoreWriteError
 from compiled_engine.models import ModelFiles, build_definition, model_components, resolve_dtype
+from compiled_engine.ops.cpu.build import load_kernels
 
 if TYPE_CHECKING:
     from compiled_engine.compile.pipeline import PlannedGraph, Progress
@@ -56,14 +57,21 @@ def store_for(config: EngineConfig) -> GraphStore:
     return GraphStore(default_store_root())
 
 
+def kernel_folder(config: EngineConfig) -> Path | None:
+    """Where the C++ kernels are kept: beside the graphs, in the store or bundle; None without a store."""
+    return store_for(config).root / "kernels" if config.store or config.graphs is not None else None
+
+
 def precompile(
     config: EngineConfig, files: ModelFiles, store: GraphStore, ledger: Ledger, progress: Progress
 ) -> StoreKey:
-    """Capture and compile the model's graphs and keep them in ``store``; the key under which ``store`` has them.
+    """Capture and compile the model's graphs and keep them, and the CPU kernels, in ``store``; returns the graphs' key.
 
     Raises ``CaptureError`` for a model that cannot be captured, ``StoreWriteError`` for a store that cannot be written.
     """
     key = _key(config, files)
+    with ledger.phase("kernels"):
+        load_kernels(store.root / "kernels")
     with tempfile.TemporaryDirectory(prefix="compiled_engine_") as folder:
         model = _compile(config, files, (store, key), Path(folder), ledger, progress, CompileCounters())
         _save(store, key, model, ledger)
@@ -161,7 +169,11 @@ def _capture(
         definition = build_definition(files, resolve_dtype(config.dtype, files))
     logger.info("capturing %s, %d layers", type(definition.module).__name__, len(definition.layers))
     device = torch.device(config.device)
-    return definition, plan_model(definition.module, definition.layers, device, counters, ledger)
+    planned = plan_model(definition.module, definition.layers, device, counters, ledger)
+    # Never touched, parameters still count as memory when a process is forked to compile.
+    for parameter in definition.module.parameters():
+        parameter.data = parameter.new_empty(0)
+    return definition, planned
 
 
 def _save(store: GraphStore, key: StoreKey, model: StoredModel, ledger: Ledger) -> None:

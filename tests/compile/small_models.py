@@ -35,6 +35,7 @@ from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.runners.batch import ScheduledRequest
 from compiled_engine.runners.inputs import build_step_inputs
 from compiled_engine.runners.loading import CheckpointWeights
+from kernel_folder import KERNELS
 
 VOCAB_SIZE, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 23, 16, 4, 2, 4
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -211,7 +212,7 @@ class Running:
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.context = StaticForwardContext()
-        self.backend = CpuAttention(dtype)
+        self.backend = CpuAttention(dtype, KERNELS)
         for spec in planned.plan.layers:
             layer = PagedAttention(spec, spec.cache_spec(BLOCK_SIZE, dtype), self.backend)
             self.context.register(spec.layer_name, layer)

@@ -15,6 +15,7 @@ from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.attention import CpuAttentionMetadata
 from compiled_engine.ops.reference import paged_attention
+from kernel_folder import KERNELS
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -87,7 +88,7 @@ class Step:
 
     def run(self) -> torch.Tensor:
         """Write K/V into ``cache`` and attend through the backend. ``out`` starts as NaN: every row must be made."""
-        backend = CpuAttention(self.query.dtype)
+        backend = CpuAttention(self.query.dtype, KERNELS)
         block_size = self.cache.shape[1]
         # Another window beside the layer's own, as in a model whose layers differ.
         windows = [self.spec.sliding_window, 3, None]
@@ -228,7 +229,7 @@ def test_a_request_does_not_feel_its_batch_mates(step: Step) -> None:
 def test_what_is_written_is_read_back_exactly(step: Step, dtype: torch.dtype) -> None:
     key, value, cache = (tensor.to(dtype) for tensor in (step.key, step.value, step.cache))
     before = token_slots(cache.clone())
-    CpuAttention(dtype).write_kv(cache, key, value, step.slots)
+    CpuAttention(dtype, KERNELS).write_kv(cache, key, value, step.slots)
     real = step.num_real_rows
     block_size = cache.shape[1]
     for row, slot in enumerate(step.slots[:real].tolist()):
@@ -273,7 +274,7 @@ def test_requests_without_rows_are_passed_over() -> None:
 def test_metadata_shows_the_step_as_it_was_given() -> None:
     spec = AttentionSpec("layer", 2, 1, 4, 0.5, sliding_window=3)
     step = make_step(spec, [Request(3, 1), Request(0, 3)], 1, 2, torch.float32, seed=1)
-    metadata = CpuAttention(torch.float32).build_metadata(
+    metadata = CpuAttention(torch.float32, KERNELS).build_metadata(
         step.query_start_loc, step.seq_lens, step.block_table, 2, [3, None, 3]
     )
     assert metadata.query_start_loc.tolist() == step.query_start_loc.tolist()
@@ -283,7 +284,7 @@ def test_metadata_shows_the_step_as_it_was_given() -> None:
 
 
 def test_every_window_is_planned_once_however_many_layers_have_it() -> None:
-    backend = CpuAttention(torch.float32)
+    backend = CpuAttention(torch.float32, KERNELS)
     arguments = (np.array([0, 1], np.int32), np.array([4], np.int32), np.array([[1]], np.int32), 4)
     assert len(backend.build_metadata(*arguments, [None] * 30 + [2] * 30).chunks) == 2
 
@@ -293,5 +294,5 @@ def test_metadata_of_another_backend_is_refused() -> None:
     spec = AttentionSpec("layer", 1, 1, 4, 0.5)
     query = torch.zeros(1, 1, 4)
     with pytest.raises(TypeError, match="CpuAttentionMetadata"):
-        CpuAttention(torch.float32).attend(spec, query, torch.zeros(1, 1, 2, 1, 4), foreign, query.clone())
+        CpuAttention(torch.float32, KERNELS).attend(spec, query, torch.zeros(1, 1, 2, 1, 4), foreign, query.clone())
     assert issubclass(CpuAttentionMetadata, AttentionMetadata)

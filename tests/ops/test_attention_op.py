@@ -25,6 +25,7 @@ from compiled_engine.errors import CacheNotBound, ForwardContextError
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.reference import paged_attention
+from kernel_folder import KERNELS
 
 BLOCK_SIZE, NUM_BLOCKS, NAME = 4, 6, "model.layers.0.self_attn"
 SPEC = AttentionSpec(NAME, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
@@ -37,7 +38,7 @@ SLOTS = torch.tensor([8, 9, 10, 4])
 @pytest.fixture
 def context() -> StaticForwardContext:
     context = StaticForwardContext()
-    backend = CpuAttention(torch.float32)
+    backend = CpuAttention(torch.float32, KERNELS)
     context.register(NAME, PagedAttention(SPEC, SPEC.cache_spec(BLOCK_SIZE, torch.float32), backend))
     context.register("cacheless", CacheLayer("cacheless", None))
     context.seal()
@@ -54,7 +55,7 @@ def new_caches() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def step(context: StaticForwardContext, kind: StepKind = StepKind.REAL) -> Iterator[None]:
-    metadata = CpuAttention(torch.float32).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE, BLOCK_SIZE, [None])
+    metadata = CpuAttention(torch.float32, KERNELS).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE, BLOCK_SIZE, [None])
     with set_forward_context(
         ForwardContext(context, (metadata,), (SLOTS,), num_tokens=4, num_padded_tokens=4, step_kind=kind)
     ):

@@ -23,13 +23,14 @@ from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.by_value import GatherInputs, attend_by_value, gather_inputs
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.reference import paged_attention
+from kernel_folder import KERNELS
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 8
 
 
 def make_layer(window: int | None = None, soft_cap: float | None = None) -> tuple[StaticForwardContext, PagedAttention]:
     spec = AttentionSpec("layers.0.attn", HEADS, KV_HEADS, HEAD_DIM, 0.3, window, soft_cap)
-    layer = PagedAttention(spec, spec.cache_spec(BLOCK_SIZE, torch.float32), CpuAttention(torch.float32))
+    layer = PagedAttention(spec, spec.cache_spec(BLOCK_SIZE, torch.float32), CpuAttention(torch.float32, KERNELS))
     context = StaticForwardContext()
     context.register(spec.layer_name, layer)
     context.seal()

@@ -35,6 +35,7 @@ from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.runners.base import CacheGroupLimits
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
+from kernel_folder import KERNELS
 
 HEADS, HEAD_DIM = 2, 2
 BASE = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0]
@@ -97,7 +98,7 @@ class ContentMachine(RuleBasedStateMachine):
     def start(self, full_blocks, sliding_blocks, window, block_size, rows, budget, caching):
         self.limits = (CacheGroupLimits(full_blocks), CacheGroupLimits(sliding_blocks, window))
         self.block_size = block_size
-        self.backend = CpuAttention(torch.float32)
+        self.backend = CpuAttention(torch.float32, KERNELS)
         self.context = StaticForwardContext()
         self.specs = {spec.layer_name: spec for spec in layer_specs(window)}
         register_attention_layers(self.context, self.specs.values(), block_size, torch.float32, self.backend)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,11 +43,14 @@ class CpuAttentionMetadata(AttentionMetadata):
 
 
 class CpuAttention:
-    """The CPU's ``AttentionBackend``. ``dtype`` is that of queries and caches. Builds its kernels when it is made."""
+    """The CPU's ``AttentionBackend``. ``dtype`` is that of queries and caches.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    ``kernel_folder``: where its C++ kernels are kept, and built where they are missing; None: nowhere.
+    """
+
+    def __init__(self, dtype: torch.dtype, kernel_folder: Path | None) -> None:
         self.dtype = dtype
-        self._kernels = CpuKernels(dtype)
+        self._kernels = CpuKernels(dtype, kernel_folder)
 
     def build_metadata(
         self,

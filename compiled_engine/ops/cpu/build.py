@@ -1,9 +1,10 @@
-"""Building the C++ kernels: once per machine, source and compiler, into a folder that only this user can write."""
+"""Building the C++ kernels: once per source and processor, into a folder that only this user can write."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -12,72 +13,82 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from compiled_engine.config import default_cache_root
 from compiled_engine.errors import KernelBuildError
+from compiled_engine.ops.cpu.instructions import cpu_flags
+
+logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 # No -ffast-math: a library linked with it changes how the whole process treats small numbers.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 
-def load_kernels(folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels' shared library, built if it is not in ``folder`` (default: in the user's cache).
+def load_kernels(folder: Path | None) -> ctypes.CDLL:
+    """The kernels' shared library out of ``folder``, built there first if it is missing or damaged. None: built in a
+    temporary folder, which leaves nothing behind.
 
-    It uses the OpenMP runtime that torch has loaded, so import torch first. Raises ``KernelBuildError`` without
-    a working C++ compiler, and for a library or folder that others could have written: it is code.
+    It uses the OpenMP runtime that torch has loaded, so import torch first. Raises ``KernelBuildError`` when it must be
+    built and there is no working C++ compiler, and for a folder or library that others could have written: it is code.
     """
-    folder = folder if folder is not None else default_cache_root() / "kernels"
-    library = folder / f"{_key()}.so"
-    if not library.exists():
-        _build(library)
-    for path in (folder, library):
-        check_only_ours(path)
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="compiled_engine_kernels_") as temporary:
+            return load_kernels(Path(temporary))
+    library = _find(folder)
+    if library is None:
+        try:
+            library = _build(folder)
+        except OSError as error:
+            logger.warning(
+                "the CPU kernels cannot be kept in %s (%s): they are built for this run alone", folder, error
+            )
+            return load_kernels(None)
     return ctypes.CDLL(str(library))
 
 
-def check_only_ours(path: Path) -> None:
-    """Raise ``KernelBuildError`` if somebody else owns ``path`` or could write it."""
+def _find(folder: Path) -> Path | None:
+    """The library for this source and processor whose content has the hash that its name says."""
+    if not folder.is_dir():
+        return None
+    _check_only_ours(folder)
+    for library in sorted(folder.glob(f"{_key()}-*.so")):
+        _check_only_ours(library)
+        if library.stem.partition("-")[2] == _content_hash(library):
+            return library
+    return None
+
+
+def _check_only_ours(path: Path) -> None:
     status = path.stat()
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (os.geteuid(), 0):
         raise KernelBuildError(f"{path} belongs to another user and holds code that would run: remove it")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelBuildError(f"others can write {path}, which holds code that would run: chmod go-w '{path}'")
 
 
-def _compiler() -> str:
-    compiler = os.environ.get("CXX") or "g++"
-    found = shutil.which(compiler)
-    if found is None:
-        raise KernelBuildError(f"the C++ compiler {compiler!r} is not installed: install g++, or name one in $CXX")
-    return found
-
-
 def _key() -> str:
-    """What the library depends on: source, flags, compiler and processor."""
-    compiler = Path(_compiler()).resolve()
-    status = compiler.stat()
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS), str(compiler), status.st_size, status.st_mtime_ns, _processor())
+    """What the library depends on: -march=native means something else on another processor."""
+    parts = (SOURCE.read_bytes(), FLAGS, platform.machine(), sorted(cpu_flags()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def _processor() -> str:
-    """Architecture and instruction sets: -march=native means something else on another processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []  # not Linux: the architecture has to do
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {' '.join(sorted(flags.split()))}"
+def _content_hash(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
-def _build(library: Path) -> None:
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _build(folder: Path) -> Path:
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise KernelBuildError(f"the C++ compiler {compiler!r} is not installed: install g++, or name one in $CXX")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_only_ours(folder)
     # Built under a name of its own and moved: processes may race, and none sees half a library.
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-        unfinished = Path(folder) / library.name
-        command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(unfinished)]
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        unfinished = Path(scratch) / "kernels.so"
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise KernelBuildError(f"the CPU kernels cannot be built: {' '.join(command)}\n{result.stderr.strip()}")
         unfinished.chmod(0o700)
+        library = folder / f"{_key()}-{_content_hash(unfinished)}.so"
         unfinished.replace(library)
+    return library

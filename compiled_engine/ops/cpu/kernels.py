@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ _WRITE = [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _S
 
 
 class CpuKernels:
-    """The kernels for caches of one dtype. Raises what ``load_kernels`` raises."""
+    """The kernels for caches of one dtype, out of ``folder`` (see ``load_kernels``, also for what is raised)."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        library = load_kernels()
+    def __init__(self, dtype: torch.dtype, folder: Path | None) -> None:
+        library = load_kernels(folder)
         self._decode_attention = _function(library, f"decode_attention_{_SUFFIXES[dtype]}", _DECODE)
         self._write_kv = _function(library, f"write_kv_{_SUFFIXES[dtype]}", _WRITE)
 

@@ -1,0 +1,79 @@
+"""Building and loading the C++ kernels: once, only what is ours, never what is damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from compiled_engine.errors import KernelBuildError
+from compiled_engine.ops.cpu import build
+from compiled_engine.ops.cpu.build import load_kernels
+
+NAMES = [f"{kernel}_{dtype}" for kernel in ("decode_attention", "write_kv") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "kernels"
+    load_kernels(folder)
+    return folder
+
+
+def test_built_once_and_found_again_without_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (library,) = folder.iterdir()
+    built = library.stat().st_mtime_ns
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    again = load_kernels(folder)
+    assert all(hasattr(again, name) for name in NAMES)
+    assert [path.stat().st_mtime_ns for path in folder.iterdir()] == [built]
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelBuildError, match="'no-such-compiler' is not installed"):
+        load_kernels(tmp_path / "kernels")
+
+
+def test_a_source_that_does_not_compile_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "kernels.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    with pytest.raises(KernelBuildError, match="error"):
+        load_kernels(tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a library"])
+def test_a_damaged_library_is_built_again(folder: Path, damage: bytes) -> None:
+    (library,) = folder.iterdir()
+    # Another file: this process has the first one mapped.
+    library.unlink()
+    library.write_bytes(damage)
+    library.chmod(0o700)
+    assert hasattr(load_kernels(folder), NAMES[0])
+
+
+@pytest.mark.parametrize("place", ["folder", "library"])
+def test_what_others_can_write_is_refused(folder: Path, place: str) -> None:
+    path = folder if place == "folder" else next(folder.iterdir())
+    path.chmod(0o777)
+    with pytest.raises(KernelBuildError, match="chmod go-w"):
+        load_kernels(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_refused(folder: Path) -> None:
+    os.chown(next(folder.iterdir()), 12345, -1)
+    with pytest.raises(KernelBuildError, match="another user"):
+        load_kernels(folder)
+
+
+def test_a_folder_that_cannot_be_made_costs_a_build_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert hasattr(load_kernels(blocked / "kernels"), NAMES[0])
+    assert "built for this run alone" in caplog.text
