@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,19 @@ import pytest
 from compiled_engine.errors import KernelBuildError
 from compiled_engine.ops.cpu import build
 from compiled_engine.ops.cpu.build import load_kernels
+from kernel_folder import KERNELS
 
 NAMES = [f"{kernel}_{dtype}" for kernel in ("decode_attention", "write_kv") for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A folder with a library, built once for all tests and copied."""
+    load_kernels(KERNELS)
     folder = tmp_path / "kernels"
-    load_kernels(folder)
+    folder.mkdir(mode=0o700)
+    for library in KERNELS.glob(f"{build._key()}-*.so"):
+        shutil.copy2(library, folder)
     return folder
 
 
@@ -45,6 +51,7 @@ def test_a_source_that_does_not_compile_is_shown(tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not a library"])
 def test_a_damaged_library_is_built_again(folder: Path, damage: bytes) -> None:
     (library,) = folder.iterdir()
@@ -70,6 +77,7 @@ def test_what_belongs_to_another_user_is_refused(folder: Path) -> None:
         load_kernels(folder)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_costs_a_build_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
