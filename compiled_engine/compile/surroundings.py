@@ -93,6 +93,12 @@ def torch_components() -> dict[str, str]:
     }
 
 
+SETTING_OPT_OUT: Mapping[str, str] = {
+    "aot_inductor.metadata": "the compiler itself notes there what it has compiled",
+}
+"""Settings of Dynamo and Inductor that cannot change a graph, each with the reason."""
+
+
 def compiler_setting_components() -> dict[str, str]:
     """Settings of Dynamo and Inductor that this process has changed; where they are not imported, none can be.
 
@@ -121,7 +127,7 @@ def _changed_settings(module: Any) -> Iterator[tuple[str, str]]:
     for name, entry in entries.items():
         value = entry.user_override.get() if isinstance(entry.user_override, ContextVar) else entry.user_override
         unchanged = entry.default if entry.env_value_default is unset else entry.env_value_default
-        if value is not unset and value != unchanged:
+        if value is not unset and value != unchanged and name not in SETTING_OPT_OUT:
             yield name, repr(value)
 
 

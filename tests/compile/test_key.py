@@ -300,3 +300,12 @@ def test_a_setting_that_was_changed_and_restored_does_not(monkeypatch: pytest.Mo
     with torch._dynamo.config.patch(specialize_float=True), torch._inductor.config.patch(deterministic=True):
         assert key_of() != before
     assert key_of() == before
+
+
+def test_what_a_compiler_notes_in_its_own_settings_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTInductor writes into its settings while it compiles; the next start in this process must find its graphs."""
+    import torch._inductor.config
+
+    before = key_of()
+    with torch._inductor.config.patch({"aot_inductor.metadata": {"AOTI_DEVICE_KEY": "cpu"}}):
+        assert key_of() == before
