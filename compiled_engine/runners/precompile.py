@@ -57,9 +57,13 @@ def store_for(config: EngineConfig) -> GraphStore:
     return GraphStore(default_store_root())
 
 
+def _keeps_graphs(config: EngineConfig) -> bool:
+    return config.store or config.graphs is not None
+
+
 def kernel_folder(config: EngineConfig) -> Path | None:
     """Where the C++ kernels are kept: beside the graphs, in the store or bundle; None without a store."""
-    return store_for(config).root / "kernels" if config.store or config.graphs is not None else None
+    return store_for(config).root / "kernels" if _keeps_graphs(config) else None
 
 
 def precompile(
@@ -89,7 +93,7 @@ def graphs_for(
     if config.piece_compiler != "aoti":
         return _compile_in_memory(config, files, ledger, progress, counters)
     place: tuple[GraphStore, StoreKey] | None = None
-    if config.store or config.graphs is not None:
+    if _keeps_graphs(config):
         with ledger.phase("graphs") as phase:
             key, stored = lookup(config, files)
             phase.note = "miss" if stored is None else "hit"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +34,14 @@ def tapped_functions() -> list[Any]:
             owner = getattr(owner, point.owner, None)
         found.append(getattr(owner, point.attribute, None))
     return found
+
+
+@contextmanager
+def torch_left_as_found() -> Iterator[None]:
+    """A block that begins with nothing traced, and must leave torch's functions and Python's finders as they were."""
+    torch._dynamo.reset()
+    before = tapped_functions()
+    finders = list(sys.meta_path)
+    yield
+    assert tapped_functions() == before
+    assert sys.meta_path == finders

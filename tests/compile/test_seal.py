@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import torch.export._trace
 import torch.utils.cpp_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seal_tools import fresh, scale, tapped_functions
+from seal_tools import fresh, scale, torch_left_as_found
 from torch._inductor import compile_fx, cpp_builder
 
 from compiled_engine.compile.seal import CompileSeal
@@ -27,12 +26,8 @@ from compiled_engine.errors import CompiledAfterWarmup, ConfigError
 @pytest.fixture(autouse=True)
 def no_traces_left() -> Any:
     """Each test begins with nothing traced, and leaves torch as it found it."""
-    torch._dynamo.reset()
-    before = tapped_functions()
-    finders = list(sys.meta_path)
-    yield
-    assert tapped_functions() == before
-    assert sys.meta_path == finders
+    with torch_left_as_found():
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch.utils.cpp_extension
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from seal_tools import tapped_functions
+from seal_tools import tapped_functions, torch_left_as_found
 from torch._inductor import compile_fx
 
 from compiled_engine.compile.seal import CompileSeal
@@ -29,12 +29,8 @@ from compiled_engine.errors import CompiledAfterWarmup
 @pytest.fixture(autouse=True)
 def no_traces_left() -> Any:
     """Each test begins with nothing traced, and leaves torch as it found it."""
-    torch._dynamo.reset()
-    before = tapped_functions()
-    finders = list(sys.meta_path)
-    yield
-    assert tapped_functions() == before
-    assert sys.meta_path == finders
+    with torch_left_as_found():
+        yield
 
 
 def test_forgotten_seal_leaves_nothing_behind() -> None:
