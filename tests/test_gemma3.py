@@ -18,10 +18,10 @@ LENGTHS = (20, 23, 30, 33, 41, 48, 50, 64, 77, 90, 120, 150, 200, 300, 400, 511,
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
 
 
-def test_greedy_equals_transformers_past_the_window(gemma3_folder: Path) -> None:
+def test_greedy_equals_transformers_past_the_window(gemma3_folder: Path, gemma3_expanded: Path) -> None:
     """Chunked prefill; sliding groups whose pool is far smaller than the longest prompts, so that blocks behind the
     window must be freed and reused while the prompt is computed."""
-    oracle = TransformersOracle(gemma3_folder, attention="sdpa")
+    oracle = TransformersOracle(gemma3_expanded, attention="sdpa")
     with LLM(
         model=str(gemma3_folder),
         dtype="float32",

@@ -38,6 +38,8 @@ OPT_OUT: Mapping[str, str] = {
     "store": "whether graphs are looked for",
     "require_precompiled": "what a miss leads to",
     "on_compile": "what a later compilation leads to",
+    "quantization": "how packed weights store their numbers, which their buffers say themselves",
+    "num_threads": "kernels and pieces ask for the number of threads when they run",
     "seed": "sampling is no part of a graph",
 }
 """Fields of ``EngineConfig`` that cannot change a graph, each with the reason. All others enter the key."""

@@ -20,6 +20,7 @@ from compiled_engine.compile.plan import (
 )
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
+from compiled_engine.ops.linear import PACKED_HEAD_BYTES
 from compiled_engine.ops.attention import PagedAttention, attend
 
 Values = list[torch.Tensor | None]
@@ -170,11 +171,12 @@ def _check_parts(
         if isinstance(layer, PagedAttention) and layer.attention_spec != spec:
             raise PlanError(f"layer {spec.layer_name!r} is {layer.attention_spec}, the plan asks for {spec}")
     for recipe in plan.weights:
-        weight = weights[recipe.key]
-        if (shape := tuple(weight.shape)) != recipe.shape:
-            raise PlanError(f"weight {recipe.key!r} has shape {shape}, the plan asks for {recipe.shape}")
-        if weight.dtype != recipe.dtype:
-            raise PlanError(f"weight {recipe.key!r} is {weight.dtype}, the plan asks for {recipe.dtype}")
+        weight, shape = weights[recipe.key], (PACKED_HEAD_BYTES,) if recipe.packed else recipe.shape
+        dtype = torch.uint8 if recipe.packed else recipe.dtype
+        if tuple(weight.shape) != shape:
+            raise PlanError(f"weight {recipe.key!r} has shape {tuple(weight.shape)}, the plan asks for {shape}")
+        if weight.dtype != dtype:
+            raise PlanError(f"weight {recipe.key!r} is {weight.dtype}, the plan asks for {dtype}")
 
 
 def _check_tensors(
@@ -196,13 +198,12 @@ def _check_tensors(
         if tensor.dim() != len(spec.shape):
             raise PlanError(f"{where} has shape {tuple(tensor.shape)}, the plan says {spec.shape}")
         sizes = list(zip(tensor.shape, spec.shape, strict=True))
-        if not tensor.is_mkldnn:
-            # The stride of a dimension of size one is never used.
-            sizes += [
-                (stride, expected)
-                for stride, expected, size in zip(tensor.stride(), spec.stride, tensor.shape, strict=True)
-                if size != 1
-            ]
+        # The stride of a dimension of size one is never used.
+        sizes += [
+            (stride, expected)
+            for stride, expected, size in zip(tensor.stride(), spec.stride, tensor.shape, strict=True)
+            if size != 1
+        ]
         for actual, expected in sizes:
             if isinstance(expected, str):
                 if not expected.isidentifier():
@@ -210,6 +211,6 @@ def _check_tensors(
                 expected = symbols.setdefault(expected, actual)
             if actual != expected:
                 raise PlanError(
-                    f"{where} has shape {tuple(tensor.shape)} and strides "
-                    f"{'none' if tensor.is_mkldnn else tensor.stride()}, the plan says {spec.shape} and {spec.stride}"
+                    f"{where} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, the plan says "
+                    f"{spec.shape} and {spec.stride}"
                 )

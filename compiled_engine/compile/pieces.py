@@ -16,6 +16,7 @@ from compiled_engine.compile.key import ops_tag
 from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.split import Piece
 from compiled_engine.errors import CaptureError, ConfigError
+from compiled_engine.ops.linear import C_SHIM
 
 
 class PieceCompiler(Protocol):
@@ -38,18 +39,27 @@ class InductorPieces:
     """``torch._inductor.standalone_compile``: compiles in seconds."""
 
     def compile(self, piece: Piece) -> CompiledPiece:
-        from torch._inductor import config, standalone_compile
+        from torch._inductor import standalone_compile
 
         examples = _example_values(piece)
-        # Packed weights have no strides, which the generated size checks would ask for.
-        with _compile_errors(piece), _ops_in_cache_key(), config.patch(size_asserts=False), torch.no_grad():
+        with _compile_errors(piece), _ops_in_cache_key(), torch.no_grad():
             artifact = standalone_compile(piece.graph_module, examples, dynamic_shapes="from_graph")
         return lambda arguments: artifact(*arguments)
 
 
 def package_piece(piece: Piece, path: Path) -> None:
     """Compile ``piece`` with AOTInductor into the package ``path``. Raises ``CaptureError``."""
-    with _compile_errors(piece), _quiet(), _ops_in_cache_key():
+    settings = {
+        "aot_inductor.custom_ops_to_c_shims": {torch.ops.compiled_engine.packed_linear.default: [C_SHIM]},
+        # How many threads a loop gets is decided when it runs.
+        "cpp.dynamic_threads": True,
+    }
+    with (
+        _compile_errors(piece),
+        _quiet(),
+        _ops_in_cache_key(),
+        torch._inductor.config.patch(settings),
+    ):
         torch._inductor.aoti_compile_and_package(_export(piece), package_path=str(path))
 
 

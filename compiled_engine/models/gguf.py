@@ -1,4 +1,4 @@
-"""GGUF files become a cached safetensors folder, once."""
+"""GGUF files become a cached safetensors folder, once; their quantised matrices stay the blocks that they are."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_engine.config import default_cache_root
 from compiled_engine.errors import ModelError
+from compiled_engine.models.gguf_tensors import GgufTensors
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raise it when the same GGUF file would give another folder: old folders are then left unused."""
+
+WEIGHTS_FILE = "model.safetensors"
 
 logger = logging.getLogger(__name__)
 
 
 def convert_gguf(path: Path, cache_root: Path | None = None) -> Path:
-    """The safetensors folder of GGUF file ``path``: config, tokenizer with chat template, float32 weights.
+    """The safetensors folder of GGUF file ``path``: config, tokenizer with chat template, weights.
+
+    A quantised matrix whose ggml type is in ``gguf_blocks.BLOCK_FORMATS`` keeps its blocks (see ``safetensors_file``),
+    unless transformers does more to it than move its rows; all else becomes float32.
 
     The folder lies under ``cache_root / "gguf"`` (``default_cache_root()`` when None), named by the file's content, so
     a file is converted once, wherever it lies. It is written beside its final place and renamed, so no half-written
@@ -91,32 +97,57 @@ def _make_temporary(parent: Path, name: str) -> Path:
 
 
 def _convert(path: Path, folder: Path) -> None:
+    _save_tokenizer(path, folder)
+    try:
+        tensors = GgufTensors(path)
+        weights = tensors.plan()
+    except Exception as error:  # as below; and these parts of transformers may change with any release
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("widening all of %s to float32: no conversion tensor by tensor (%s)", path.name, reason)
+        _save_widened(path, folder)
+    else:
+        _save_config(tensors.model, folder)
+        tensors.write(weights, folder / WEIGHTS_FILE)
+
+
+def _save_tokenizer(path: Path, folder: Path) -> None:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # transformers and gguf raise many kinds on files they do not know
+        raise _cannot_convert(path, error) from error
+    tokenizer.save_pretrained(folder)
+
+
+def _save_widened(path: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     options: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):
         # Releases that have it may keep weights packed where they find a kernel; older ones always unpack.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
-    except Exception as error:  # transformers and gguf raise many kinds on files they do not know
-        raise ModelError(f"transformers cannot convert GGUF file {path}: {type(error).__name__}: {error}") from error
-    tokenizer.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+    except Exception as error:
+        raise _cannot_convert(path, error) from error
     _save_config(model, folder)
     _save_weights(model, folder)
 
 
+def _cannot_convert(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"transformers cannot convert GGUF file {path}: {type(error).__name__}: {error}")
+
+
 def _save_config(model: PreTrainedModel, folder: Path) -> None:
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text("utf-8"))
-    # The weights are plain floats now: with this entry every loader would take them for quantized ones.
+    # With this entry every loader would look for the weights as GGUF stores them.
     config.pop("quantization_config", None)
     config["dtype"] = "float32"
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
@@ -134,12 +165,12 @@ def _save_weights(model: PreTrainedModel, folder: Path) -> None:
         if tensor.data_ptr() not in seen:  # a tied head is the embedding once more
             seen.add(tensor.data_ptr())
             weights[name] = tensor.contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:
     temporary.chmod(0o755)  # mkdtemp and save_file make them private to the owner; a cache may be shared
-    (temporary / "model.safetensors").chmod(0o644)
+    (temporary / WEIGHTS_FILE).chmod(0o644)
     try:
         temporary.rename(folder)
     except OSError:

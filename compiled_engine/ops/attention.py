@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,43 +53,61 @@ class AttentionSpec:
         )
 
 
+class LayerAttention(Protocol):
+    """What one device computes for one layer. It remembers nothing about the layer's cache."""
+
+    def write_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Store this step's K and V, unless they are None, then attend over the cached tokens, into ``out``.
+
+        query, out: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], stored at
+        ``slots`` int64 [num_tokens]. sinks: float32 [num_heads], one more score per head, which takes part in the
+        softmax and carries no value.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """How one device computes paged attention."""
 
     def build_metadata(
-        self,
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        block_table: np.ndarray,
-        block_size: int,
-        sliding_windows: Sequence[int | None],
+        self, query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray
     ) -> AttentionMetadata:
-        """Everything the layers of a cache group share in one step, computed once."""
+        """Everything the layers of a cache group share in one step, computed once. See ``AttentionMetadata``."""
         ...
 
-    def write_kv(self, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store this step's K and V [num_tokens, num_kv_heads, head_dim] at ``slots`` [num_tokens]."""
-        ...
-
-    def attend(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        """Attention of ``query`` [num_tokens, num_heads, head_dim] over the cached tokens, into ``out``."""
+    def for_layer(self, spec: AttentionSpec) -> LayerAttention:
+        """What computes the layer with this spec, made once."""
         ...
 
 
 class PagedAttention(CacheLayer):
-    """One attention layer of a model: its mathematics, its cache and the backend that computes it."""
+    """One attention layer of a model: its mathematics, its cache and what computes it.
 
-    def __init__(self, spec: AttentionSpec, cache_spec: KVCacheSpec, backend: AttentionBackend) -> None:
+    ``sinks``: float32 [num_heads], see ``LayerAttention``; None: the softmax is over the tokens alone.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache_spec: KVCacheSpec,
+        backend: AttentionBackend,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         super().__init__(spec.layer_name, cache_spec)
         self.attention_spec = spec
         self.backend = backend
+        self.sinks = sinks
+        self.computation = backend.for_layer(spec)
 
 
 def attend(
@@ -115,12 +132,12 @@ def attend(
         raise ForwardContextError(
             f"layer {layer.layer_name!r} gets {query.shape[0]} rows, the step's slot mapping has {slots.shape[0]}"
         )
-    kv_cache = layer.kv_cache
-    if layer.writes_cache:
-        if key is None or value is None:
-            raise ForwardContextError(f"layer {layer.layer_name!r} has a cache of its own and gets no keys and values")
-        layer.backend.write_kv(kv_cache, key, value, slots)
-    layer.backend.attend(layer.attention_spec, query, kv_cache, context.attention_metadata[layer.group], out)
+    if not layer.writes_cache:
+        key = value = None
+    elif key is None or value is None:
+        raise ForwardContextError(f"layer {layer.layer_name!r} has a cache of its own and gets no keys and values")
+    metadata = context.attention_metadata[layer.group]
+    layer.computation.write_and_attend(query, key, value, out, layer.kv_cache, slots, metadata, layer.sinks)
 
 
 def _attention_by_name(

@@ -9,4 +9,8 @@ import torch
 
 LIBRARY = torch.library.Library("compiled_engine", "DEF")
 LIBRARY.define("attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, str layer_name) -> ()")
-LIBRARY.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+# act(input @ weight.T + bias) + residual; out_features is the number of columns of the result.
+LIBRARY.define(
+    "packed_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int out_features, int activation)"
+    " -> Tensor"
+)

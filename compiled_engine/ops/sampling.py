@@ -49,19 +49,22 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
 
     A row with temperature 0 takes the token with the largest logit, of equal ones that with the smallest id. The others
     are computed in float32, in vLLM's order: forbidden tokens out, divide by the temperature, ``min_p``, ``top_k``,
-    ``top_p``. Each filter works on what the one before left; ``top_p`` keeps the smallest set of most likely tokens
-    whose share of the remaining mass reaches it, equal tokens in order of their ids. Then one uniform number per row, a
-    function of (seed, position) alone, is looked up in the cumulative distribution over ids. A row's token therefore
-    does not depend on the other rows.
+    ``top_p``. Each filter works on what the one before left. ``min_p`` keeps the tokens whose scaled logit is at most
+    ``-log(min_p)`` below the largest; ``top_k`` keeps those whose logit is not below the k-th largest; ``top_p`` keeps
+    the smallest set of tokens whose share of the remaining mass reaches it, in order of their logits, equal ones in
+    order of their ids. Then one uniform number per row, a function of (seed, position) alone, is looked up in the
+    cumulative distribution over ids. A row's token therefore does not depend on the other rows.
+
+    Of these steps only exp and the sums depend on who computes them: ``ops/cpu/sampling.py`` does the same with others.
 
     Log-probabilities are those of the raw logits (log-softmax), before all of this: the sampled token first, then the
     most likely ones, most likely first.
 
-    ``logits`` is not changed. Raises ``LogitsError`` if a row holds NaN or +inf, or nothing but -inf.
+    ``logits`` is not changed. Raises ``LogitsError`` if a row holds NaN or +inf, or nothing but -inf; forbidden tokens
+    count only where log-probabilities are wanted.
     """
     num_rows = len(batch.num_logprobs)
-    if logits.dim() != 2 or logits.shape[0] != num_rows:
-        raise LogitsError(f"logits have shape {list(logits.shape)}, expected [{num_rows}, vocab_size]")
+    check_shape(logits, num_rows)
     if num_rows == 0:
         return SampledTokens((), ())
     allowed = _without_forbidden(logits, batch.forbidden_token_ids)
@@ -76,9 +79,22 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         token_ids[greedy_rows.to(logits.device)] = _argmax(allowed[greedy_rows.to(logits.device)])
         random_ids = _sample_random(allowed[random_rows.to(logits.device)], batch, random_rows)
         token_ids[random_rows.to(logits.device)] = random_ids
-    chosen = allowed.gather(1, token_ids[:, None]).flatten()
-    _check_finite(chosen, range(num_rows))
+    _check_maxima(allowed.gather(1, token_ids[:, None]).flatten(), range(num_rows))
     return SampledTokens(tuple(token_ids.tolist()), _logprobs(logits, token_ids, batch.num_logprobs))
+
+
+def check_shape(logits: torch.Tensor, num_rows: int) -> None:
+    """Raises ``LogitsError`` unless ``logits`` are [num_rows, vocab_size] with at least one token."""
+    if logits.dim() != 2 or logits.shape[0] != num_rows or logits.shape[1] == 0:
+        raise LogitsError(f"logits have shape {list(logits.shape)}, expected [{num_rows}, vocab_size]")
+
+
+def no_choice_error(row: int, maximum: float) -> LogitsError:
+    """What is raised for a row of logits whose largest, ``maximum``, is not finite."""
+    return LogitsError(
+        f"row {row} of the logits has no token that can be chosen: its maximum is {maximum}. The model computed NaN or "
+        "infinity (dtype='float32' helps where a 16-bit type overflows), or all tokens are forbidden"
+    )
 
 
 def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -136,17 +152,13 @@ def _without_forbidden(logits: torch.Tensor, forbidden: tuple[tuple[int, ...], .
     return allowed
 
 
-def _check_finite(chosen: torch.Tensor, rows: Sequence[int]) -> None:
-    """``chosen``: the winning logit of each of ``rows``. NaN and +inf win every maximum and -inf only among equals, so
-    one look at the winner tells about the whole row."""
-    finite = torch.isfinite(chosen)
+def _check_maxima(maxima: torch.Tensor, rows: Sequence[int]) -> None:
+    """``maxima``: the largest logit of each of ``rows``. NaN and +inf win every maximum and -inf only among equals, so
+    one look at the maximum tells about the whole row."""
+    finite = torch.isfinite(maxima)
     if not bool(finite.all()):
         index = int(torch.nonzero(~finite)[0])
-        raise LogitsError(
-            f"row {rows[index]} of the logits has no token that can be chosen: its maximum is {float(chosen[index])}. "
-            "The model computed NaN or infinity (dtype='float32' helps where a 16-bit type overflows), or all tokens "
-            "are forbidden"
-        )
+        raise no_choice_error(rows[index], float(maxima[index]))
 
 
 def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
@@ -154,12 +166,13 @@ def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tenso
     device = logits.device
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
-    _check_finite(top.flatten(), rows.tolist())
+    _check_maxima(top.flatten(), rows.tolist())
     # With the maximum taken off first, no temperature above 0 can overflow, and the most likely token has weight 1.
-    weights = logits.sub(top).div_(batch.temperature[rows].to(device)[:, None]).exp_()
+    scaled = logits.sub(top).div_(batch.temperature[rows].to(device)[:, None])
     min_p = batch.min_p[rows]
     if bool((min_p > 0).any()):
-        weights.masked_fill_(weights < min_p.to(device)[:, None], 0.0)
+        scaled.masked_fill_(scaled < min_p.double().log().float().to(device)[:, None], -torch.inf)
+    weights = scaled.exp_()
     top_k = batch.top_k[rows]
     limited = torch.nonzero((top_k > 0) & (top_k < logits.shape[1])).flatten()
     if len(limited):
@@ -167,7 +180,7 @@ def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tenso
     top_p = batch.top_p[rows]
     limited = torch.nonzero(top_p < 1).flatten().to(device)
     if len(limited):
-        weights[limited] = _apply_top_p(weights[limited], top_p.to(device)[limited])
+        weights[limited] = _apply_top_p(weights[limited], logits[limited], top_p.to(device)[limited])
     return _inverse_cdf(weights, uniform(batch.seeds[rows], batch.positions[rows]).to(device))
 
 
@@ -208,25 +221,29 @@ def _apply_top_k(weights: torch.Tensor, logits: torch.Tensor, top_k: torch.Tenso
     weights[rows] = weights[rows].masked_fill_(logits[rows] < smallest, 0.0)
 
 
-def _apply_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """``weights`` [m, vocab_size] without the tokens outside the smallest most likely set of mass ``top_p`` [m]."""
+def _apply_top_p(weights: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """``weights`` [m, vocab_size] without the tokens outside the smallest most likely set of mass ``top_p`` [m].
+
+    In order of ``logits`` [m, vocab_size], not of weights, which are equal for many that differ a little.
+    """
     limit = top_p.double() * _blocks(weights)[1][:, -1]
-    smallest = torch.empty_like(limit, dtype=weights.dtype)
+    left = logits.masked_fill(weights == 0, -torch.inf)
+    smallest = torch.empty_like(limit, dtype=logits.dtype)
     num_kept = torch.empty_like(limit, dtype=torch.int64)
     open_rows = torch.arange(len(weights), device=weights.device)
     vocab_size = weights.shape[1]
     for size in (*(size for size in _TOP_P_HEADS if size < vocab_size), vocab_size):
-        rows = weights[open_rows]
-        head = rows.topk(size).values if size < vocab_size else rows.sort(dim=-1, descending=True).values
-        cumulative = head.cumsum(-1, dtype=torch.float64)
+        rows = left[open_rows]
+        head, ids = rows.topk(size) if size < vocab_size else rows.sort(dim=-1, descending=True)
+        cumulative = weights[open_rows].gather(1, ids).cumsum(-1, dtype=torch.float64)
         kept = ((cumulative < limit[open_rows][:, None]).sum(-1) + 1).clamp(max=size)
         smallest[open_rows] = head.gather(1, kept[:, None] - 1).flatten()
         num_kept[open_rows] = kept
         open_rows = open_rows[cumulative[:, -1] < limit[open_rows]]
         if len(open_rows) == 0:
             break
-    above = weights > smallest[:, None]
-    equal = weights == smallest[:, None]
+    above = left > smallest[:, None]
+    equal = left == smallest[:, None]
     wanted_of_equal = num_kept - above.sum(-1)
     if bool((equal.sum(-1) > wanted_of_equal).any()):
         equal &= equal.cumsum(-1) <= wanted_of_equal[:, None]
@@ -241,11 +258,13 @@ def _logprobs(
     if not wanted:
         return tuple(result)
     rows = torch.tensor(wanted, device=logits.device)
-    logprobs = logits[rows].float().log_softmax(-1)
+    raw = logits[rows].float()
+    _check_maxima(raw.amax(-1), wanted)
+    logprobs = raw.log_softmax(-1)
     sampled = token_ids[rows]
     sampled_values = logprobs.gather(1, sampled[:, None]).flatten().tolist()
-    head = logprobs.topk(min(max(num_logprobs), logits.shape[1]))
-    head_ids, head_values = head.indices.tolist(), head.values.tolist()
+    head = raw.topk(min(max(num_logprobs), logits.shape[1])).indices
+    head_ids, head_values = head.tolist(), logprobs.gather(1, head).tolist()
     for index, row in enumerate(wanted):
         count = num_logprobs[row]
         entry = {int(sampled[index]): sampled_values[index]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,8 @@ from compiled_engine.context import (
 from compiled_engine.errors import ContextStateError, RequestError
 from compiled_engine.models import Checkpoint, ModelFiles, resolve_dtype, resolve_max_model_len
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.threads import CpuThreads
 from compiled_engine.ops.sampling import sample
 from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
@@ -33,6 +34,7 @@ from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import CheckpointWeights
 from compiled_engine.runners.memory import available_memory, size_cache_groups
 from compiled_engine.runners.precompile import RunnableGraphs, graphs_for, kernel_folder
+from compiled_engine.threads import usable_cores
 
 if TYPE_CHECKING:
     from compiled_engine.compile.pipeline import Progress
@@ -56,7 +58,6 @@ class CpuRunner(Runner):
     def __init__(
         self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
     ) -> None:
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.dtype = resolve_dtype(config.dtype, files)
         self.counters = CompileCounters()
@@ -64,6 +65,7 @@ class CpuRunner(Runner):
         self._seal = CompileSeal(config.on_compile)
         with ledger.phase("kernels"):
             self._backend = CpuAttention(self.dtype, kernel_folder(config))
+            self._threads = CpuThreads(load_kernels(kernel_folder(config)), config.num_threads or usable_cores())
         graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
         self.model = self._load_weights(graphs, files, ledger)
@@ -114,7 +116,8 @@ class CpuRunner(Runner):
             phase.num_bytes = checkpoint.num_bytes
             logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
             source = CheckpointWeights(graphs.weight_names, graphs.constants, checkpoint)
-            weights = materialize(graphs.plan.weights, source)
+            head_weights = {name.removeprefix("weight:") for name in graphs.plan.head.inputs}
+            weights = materialize(graphs.plan.weights, source, self.config.quantization, head_weights)
         register_attention_layers(
             self.static_context, graphs.plan.layers, self.config.block_size, self.dtype, self._backend
         )
@@ -125,14 +128,8 @@ class CpuRunner(Runner):
         if self.model is None:
             raise ContextStateError("the runner is closed")
         metadata = tuple(
-            self._backend.build_metadata(
-                inputs.query_start_loc,
-                inputs.seq_lens,
-                block_table,
-                self.config.block_size,
-                (group.sliding_window,),
-            )
-            for group, block_table in zip(self.static_context.groups, inputs.block_tables, strict=True)
+            self._backend.build_metadata(inputs.query_start_loc, inputs.seq_lens, block_table)
+            for block_table in inputs.block_tables
         )
         context = ForwardContext(
             static_context=self.static_context,
@@ -142,6 +139,7 @@ class CpuRunner(Runner):
             num_padded_tokens=inputs.num_padded_tokens,
             step_kind=step_kind,
         )
+        self._threads.prepare_step(inputs.num_padded_tokens)
         with set_forward_context(context):
             hidden_states = self.model.hidden_states(inputs.input_ids, inputs.positions)
         if inputs.num_logits == 0:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_folder import KERNELS
 from small_models import Small, TinyLlama, compiled, plan_small, small_model
 
 from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.pipeline import plan_model
 from compiled_engine.models import build_definition, find_model
+from compiled_engine.ops.cpu.build import load_kernels
 from tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels() -> None:
+    """Packed weights are made and read by kernels."""
+    load_kernels(KERNELS)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ from compiled_engine.context import (
 from compiled_engine.models import Checkpoint, ModelDefinition, find_model
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.quantized_rows import QuantizedRows
 from compiled_engine.runners.batch import ScheduledRequest
 from compiled_engine.runners.inputs import build_step_inputs
 from compiled_engine.runners.loading import CheckpointWeights
@@ -164,6 +165,12 @@ class ModuleWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def quantized(self, name: str) -> QuantizedRows | None:
+        return None
+
     def read_into(self, name: str, out: torch.Tensor) -> None:
         out.copy_(self.tensors[name])
 
@@ -219,7 +226,6 @@ class Running:
         self.context.seal()
         self.num_blocks = num_blocks
         self.model = CompiledModel(planned.plan, pieces, materialize(planned.plan.weights, source), self.context)
-        self.windows = [layer.sliding_window for layer in planned.plan.layers]
         self.caches = self.new_caches()
         bind_kv_cache(self.caches, self.context)
 
@@ -240,9 +246,7 @@ class Running:
     def run(self, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Logits of the rows that sample."""
         inputs = build_step_inputs(requests, BLOCK_SIZE, 2)
-        metadata = self.backend.build_metadata(
-            inputs.query_start_loc, inputs.seq_lens, inputs.block_tables[0], BLOCK_SIZE, self.windows
-        )
+        metadata = self.backend.build_metadata(inputs.query_start_loc, inputs.seq_lens, inputs.block_tables[0])
         # One table for all groups of the context.
         groups = len(self.context.groups)
         context = ForwardContext(

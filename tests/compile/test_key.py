@@ -37,6 +37,7 @@ OTHER_VALUES = {
     "store": False,
     "require_precompiled": True,
     "on_compile": "warn",
+    "quantization": "int8",
     "seed": 5,
     "num_threads": 3,
 }

@@ -14,16 +14,13 @@ from small_models import HIDDEN, BodyModel, ModuleWeights, run_graph
 from torch import nn
 from torch.fx import Interpreter, Node
 
-import compiled_engine.compile.passes.backend_linear as backend_linear
+import compiled_engine.compile.passes.packed_linear as packed_linear
 from compiled_engine.compile.capture import CapturedGraph, capture
-from compiled_engine.compile.passes import merge_linears, passes_for, run_passes, use_backend_linear
+from compiled_engine.compile.passes import merge_linears, passes_for, run_passes, use_packed_linear
 from compiled_engine.compile.passes.merge_linears import LINEAR
-from compiled_engine.ops.linear import can_pack
 
 IDS, ROWS = [3, 1, 4, 1, 5, 9, 2], [0, 6]
 Body = Callable[[Any, torch.Tensor], torch.Tensor]
-
-needs_packing = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="torch was built without oneDNN")
 
 
 def linear(width: int = HIDDEN, bias: bool = False) -> nn.Linear:
@@ -202,18 +199,16 @@ def test_any_set_of_linears_merges_by_input_and_bias(branches: list[tuple[int, i
     assert len(captured.graph_module.graph.find_nodes(op="call_function", target=LINEAR)) == len(groups) + 1
 
 
-@needs_packing
-def test_every_linear_over_a_weight_gets_the_backends_op() -> None:
+def test_every_linear_over_a_weight_gets_the_packed_op() -> None:
     model = BodyModel(lambda m, h: m.a(h) + m.b(h * 2), a=linear(bias=True), b=linear())
     captured = capture(model)
-    assert run_passes(captured, (use_backend_linear,)) == {"use_backend_linear": 3}
+    assert run_passes(captured, (use_packed_linear,)) == {"use_packed_linear": 3}
     check_result(model, captured)
     assert not captured.graph_module.graph.find_nodes(op="call_function", target=LINEAR)
     assert {"packed(a.weight)", "packed(b.weight)", "packed(head.weight)", "a.bias"} <= keys(captured)
     assert not {"a.weight", "b.weight", "head.weight"} & keys(captured)
 
 
-@needs_packing
 def test_a_tied_weight_is_kept_as_rows_beside_its_packed_form() -> None:
     model = BodyModel(lambda m, h: h)
     model.head.weight = model.embed.weight
@@ -223,11 +218,10 @@ def test_a_tied_weight_is_kept_as_rows_beside_its_packed_form() -> None:
     check_result(model, captured)
 
 
-@needs_packing
 def test_a_weight_read_by_two_linears_is_packed_once() -> None:
     model = BodyModel(lambda m, h: m.a(m.a(h)), a=linear())
     captured = capture(model)
-    assert run_passes(captured, (use_backend_linear,)) == {"use_backend_linear": 3}
+    assert run_passes(captured, (use_packed_linear,)) == {"use_packed_linear": 3}
     assert [recipe.key for recipe in captured.weights.values()].count("packed(a.weight)") == 1
     check_result(model, captured)
 
@@ -235,16 +229,16 @@ def test_a_weight_read_by_two_linears_is_packed_once() -> None:
 def test_a_linear_over_a_computed_weight_keeps_its_op() -> None:
     model = BodyModel(lambda m, h: F.linear(h, m.a.weight.tanh()), a=linear())
     captured = capture(model)
-    assert run_passes(captured, (use_backend_linear,)) == {"use_backend_linear": 1}
+    assert run_passes(captured, (use_packed_linear,)) == {"use_packed_linear": 1}
     check_result(model, captured)
 
 
 def test_types_that_cannot_be_packed_keep_their_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16-bit arithmetic on a CPU whose oneDNN has none must still run."""
-    monkeypatch.setattr(backend_linear, "can_pack_dtype", lambda dtype: False)
+    """There are no kernels for float64, for one."""
+    monkeypatch.setattr(packed_linear, "can_pack", lambda device, dtype: False)
     model = BodyModel(lambda m, h: m.a(h), a=linear())
     captured = capture(model)
-    assert run_passes(captured, (use_backend_linear,)) == {"use_backend_linear": 0}
+    assert run_passes(captured, (use_packed_linear,)) == {"use_packed_linear": 0}
     assert not any(recipe.packed for recipe in captured.weights.values())
     check_result(model, captured)
 
@@ -254,9 +248,8 @@ def test_merged_weights_are_packed_together() -> None:
     captured = capture(model)
     counts = run_passes(captured, passes_for(torch.device("cpu")))
     assert counts["merge_linears"] == 1
-    if can_pack(torch.device("cpu")):
-        assert counts["use_backend_linear"] == 2
-        assert {"packed(cat(a.weight, b.weight))", "cat(a.bias, b.bias)"} <= keys(captured)
+    assert counts["use_packed_linear"] == 2
+    assert {"packed(cat(a.weight, b.weight))", "cat(a.bias, b.bias)"} <= keys(captured)
     check_result(model, captured)
 
 

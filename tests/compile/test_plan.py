@@ -12,12 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_folder import KERNELS
 from small_models import Small, TinyLlama
 
 from compiled_engine.compile.plan import PLAN_VERSION, AttentionStep, GraphPlan, PieceStep, check_plan
 from compiled_engine.compile.weights import WeightRecipe, materialize
 from compiled_engine.errors import PlanError
-from compiled_engine.ops.linear import can_pack
+from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.linear import Activation
+from compiled_engine.ops.cpu.packing import packed_bytes, unpack
+from compiled_engine.ops.quantized_rows import QuantizedRows
 
 
 @pytest.fixture(params=["small", "tiny_llama"])
@@ -158,10 +162,17 @@ class Tensors:
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
+        self.blocks: dict[str, QuantizedRows] = {}
         self.read: list[str] = []
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def quantized(self, name: str) -> QuantizedRows | None:
+        return self.blocks.get(name)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         self.read.append(name)
@@ -174,20 +185,53 @@ def test_recipes_concatenate_convert_and_pack() -> None:
         WeightRecipe(("a",), (3, 4), torch.float32),
         WeightRecipe(("b", "a", "b"), (7, 4), torch.bfloat16),
         WeightRecipe(("c",), (5,), torch.float32),
+        WeightRecipe(("a", "b"), (5, 4), torch.float32, packed=True),
     ]
-    if can_pack(torch.device("cpu")):
-        recipes.append(WeightRecipe(("a", "b"), (5, 4), torch.float32, packed=True))
     weights = materialize(recipes, source)
     a, b, c = source.tensors.values()
     assert list(weights)[:3] == ["a", "cat(b, a, b)", "c"]
     assert torch.equal(weights["a"], a)
     assert torch.equal(weights["cat(b, a, b)"], torch.cat([b, a, b]).bfloat16())
     assert torch.equal(weights["c"], c)
-    if can_pack(torch.device("cpu")):
-        packed = weights["packed(cat(a, b))"]
-        assert packed.is_mkldnn
-        assert torch.equal(packed.to_dense(), torch.cat([a, b]))
+    assert torch.equal(unpack(weights["packed(cat(a, b))"], load_kernels(KERNELS)), torch.cat([a, b]))
     assert weights["a"].data_ptr() != a.data_ptr()
+
+
+def test_packed_weights_are_as_narrow_as_their_numbers_or_as_was_asked_for() -> None:
+    """16-bit numbers stay 16-bit, stored blocks stay; quantization makes all int4 but the head, which becomes int8."""
+    kernels = load_kernels(KERNELS)
+    blocks = QuantizedRows(8, torch.randint(-128, 128, (4, 32), dtype=torch.int8), torch.rand(4, 1), None)
+    source = Tensors(wide=torch.randn(64, 32), narrow=torch.randn(64, 32).bfloat16(), blocks=blocks.dequantize())
+    source.blocks["blocks"] = blocks
+    recipes = [WeightRecipe((name,), tuple(t.shape), torch.float32, packed=True) for name, t in source.tensors.items()]
+
+    def num_bytes(weights: dict[str, torch.Tensor]) -> list[int]:
+        return [packed_bytes(weights[recipe.key]) for recipe in recipes]
+
+    kept = materialize(recipes, source)
+    for recipe, tensor in zip(recipes, source.tensors.values(), strict=True):
+        assert torch.equal(unpack(kept[recipe.key], kernels), tensor.float())
+    wide, narrow, block = num_bytes(kept)
+    assert wide > 1.8 * narrow
+    int8 = num_bytes(materialize(recipes, source, "int8"))
+    int4 = num_bytes(materialize(recipes, source, "int4", ["packed(wide)"]))
+    assert int8[0] == int8[1] < narrow
+    assert int4[1] < int4[0] == int8[0]
+    assert materialize(recipes, source, "int8")["packed(blocks)"] is not None
+    assert block < narrow
+
+
+@pytest.mark.parametrize("names", [("a",), ("b", "b")])
+def test_halves_are_parts_of_their_own(names: tuple[str, ...]) -> None:
+    """Whatever the number of rows: the second half of a product begins where a part begins."""
+    source = Tensors(a=torch.randn(10, 4), b=torch.randn(5, 4))
+    recipe = WeightRecipe(names, (10, 4), torch.float32, packed=True, halves=True)
+    weight = materialize([recipe], source)[recipe.key]
+    rows = torch.cat([source.tensors[name] for name in names])
+    input = torch.randn(3, 4)
+    gated = torch.ops.compiled_engine.packed_linear(input, weight, None, None, 5, int(Activation.SILU_AND_MULTIPLY))
+    gate, up = (input @ rows.T).chunk(2, dim=-1)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
 def test_sources_with_too_few_rows_are_an_error() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -101,6 +105,69 @@ def test_closed_checkpoint_reads_again(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("w"), torch.ones(2))
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 7000, 1 << 20])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float64])
+def test_blocks_are_widened_into_any_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, dtype: torch.dtype | None
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", chunk_bytes)
+    blocks = quantize(torch.randn(7, 96).numpy(), GGMLQuantizationType.Q5_1)
+    write_blocks(tmp_path / "model.safetensors", blocks, "Q5_1")
+    expected = torch.from_numpy(dequantize(blocks, GGMLQuantizationType.Q5_1))
+    with Checkpoint([tmp_path / "model.safetensors"]) as checkpoint:
+        assert checkpoint.dtype_of("w") == checkpoint.read("w").dtype == torch.float32
+        assert torch.equal(checkpoint.read("w", dtype), expected.to(dtype or torch.float32))
+        merged = torch.full((9, 96), float("nan"), dtype=dtype or torch.float32)
+        checkpoint.read("w", out=merged[1:8])
+    assert torch.equal(merged[1:8], expected.to(merged.dtype))
+    assert merged[[0, 8]].isnan().all()
+
+
+def test_blocks_are_handed_out_as_codes_and_scales(tmp_path: Path) -> None:
+    blocks = quantize(torch.randn(1, 32).numpy(), GGMLQuantizationType.Q8_0)
+    write_blocks(tmp_path / "model.safetensors", blocks, "Q8_0")
+    with Checkpoint([tmp_path / "model.safetensors"]) as checkpoint:
+        rows = checkpoint.quantized("w")
+        assert checkpoint.quantized("norm") is None
+        with pytest.raises(WeightsError, match="no weight 'x'"):
+            checkpoint.quantized("x")
+    # After the file was unmapped: nothing of it is left in what was handed out.
+    assert rows is not None
+    assert np.array_equal(rows.dequantize().numpy(), dequantize(blocks, GGMLQuantizationType.Q8_0))
+
+
+def test_blocks_at_odd_addresses_are_read(tmp_path: Path) -> None:
+    blocks = quantize(torch.randn(3, 64).numpy(), GGMLQuantizationType.Q4_0)
+    file = tmp_path / "model.safetensors"
+    write_blocks(file, blocks, "Q4_0")
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    file.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    checkpoint = Checkpoint([file])
+    expected = torch.from_numpy(dequantize(blocks, GGMLQuantizationType.Q4_0))
+    assert torch.equal(checkpoint.read("w"), expected)
+    assert torch.equal(checkpoint.quantized("w").dequantize(), expected)
+    assert torch.equal(checkpoint.read("norm"), torch.ones(16))
+
+
+def test_blocks_are_floats_to_those_who_ask(tmp_path: Path) -> None:
+    blocks = quantize(torch.randn(4, 64).numpy(), GGMLQuantizationType.Q4_0)
+    write_blocks(tmp_path / "model.safetensors", blocks, "Q4_0")
+    checkpoint = Checkpoint([tmp_path / "model.safetensors"])
+    assert checkpoint.dtype == torch.float32
+    assert checkpoint.num_bytes == blocks.nbytes + 64
+    assert checkpoint["w"].shape == (4, 64)
+    with pytest.raises(WeightsError, match=r"shape \(4, 64\), its destination has \(4, 36\)"):
+        checkpoint.read("w", out=torch.empty(4, 36))
+    with pytest.raises(WeightsError, match="cannot become"):
+        checkpoint.read("w", out=torch.empty(4, 64, dtype=torch.uint8))
+
+
+def write_blocks(file: Path, blocks: np.ndarray, type_name: str) -> None:
+    tensors = {"norm": torch.ones(16), "w": torch.from_numpy(blocks)}
+    save_file(tensors, file, metadata={"gguf_blocks": json.dumps({"w": type_name})})
+
+
 MEASURE = """
 import sys, torch
 from pathlib import Path
@@ -128,3 +195,13 @@ def test_reading_keeps_no_second_copy(tmp_path: Path) -> None:
         [sys.executable, "-c", MEASURE, str(tmp_path / "model.safetensors")], capture_output=True, text=True, check=True
     )
     assert int(result.stdout) < 24 << 20 < file_size / 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_widening_keeps_no_second_copy(tmp_path: Path) -> None:
+    blocks = {f"w{i}": torch.zeros(4096, 4096 // 32 * 20, dtype=torch.uint8) for i in range(3)}
+    file = tmp_path / "model.safetensors"
+    blocks["small"] = torch.zeros(64, 20, dtype=torch.uint8)
+    save_file(blocks, file, metadata={"gguf_blocks": json.dumps(dict.fromkeys(blocks, "Q4_1"))})
+    result = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 24 << 20

@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProcessor
 
 from compiled_engine.config import default_cache_root
 from compiled_engine.errors import ModelError
-from compiled_engine.models import build_definition, find_model
+from compiled_engine.models import build_definition, find_model, gguf_tensors
 from compiled_engine.models import gguf as gguf_module
+from compiled_engine.models.checkpoint import Checkpoint
 from compiled_engine.models.gguf import convert_gguf
+from expanded_gguf import expand_gguf
 
 HEADS, KV_HEADS, LAYERS, HIDDEN, INTERMEDIATE = 4, 2, 2, 64, 96
 TOKENS = ["<pad>", "<bos>", "<eos>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
 TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
 
 
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection in GGUF's order: the two halves of a head's rotary pairs interleaved."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+def halves_of_heads(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a query or key projection as transformers has them: GGUF interleaves the halves of rotary pairs."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, tied: bool, quantized: bool = False) -> dict[str, torch.Tensor]:
-    """Write a tiny random Llama as a GGUF file; returns its weights under transformers' names."""
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint([folder / "model.safetensors"]) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint}
+
+
+def types_of(folder: Path) -> dict[str, str]:
+    return {name: info.dtype_name for name, info in Checkpoint([folder / "model.safetensors"]).items()}
+
+
+def write_gguf(path: Path, tied: bool, quantized: str | None = None, without: str = "") -> dict[str, torch.Tensor]:
+    """Write a tiny random Llama as a GGUF file; returns its weights under transformers' names.
+
+    Its matrices are of ggml type ``quantized``, and the returned ones what gguf reads of them. The GGUF tensor named
+    ``without`` is left out.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -56,13 +78,18 @@ def write_gguf(path: Path, tied: bool, quantized: bool = False) -> dict[str, tor
     weights: dict[str, torch.Tensor] = {}
 
     def add(gguf_name: str, name: str, shape: tuple[int, ...], heads: int = 0) -> None:
-        weight = weights[name] = torch.randn(shape)
-        data = (interleaved(weight, heads) if heads else weight).contiguous().numpy()
+        if gguf_name == without:
+            return
+        data = np.random.randn(*shape).astype(np.float32)
         if quantized and len(shape) == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(gguf_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType[quantized]
+            blocks = gguf.quants.quantize(data, kind)
+            writer.add_tensor(gguf_name, blocks, raw_dtype=kind)
+            data = gguf.quants.dequantize(blocks, kind)
         else:
             writer.add_tensor(gguf_name, data)
+        weight = torch.from_numpy(data)
+        weights[name] = halves_of_heads(weight, heads) if heads else weight
 
     add("token_embd.weight", "model.embed_tokens.weight", (len(TOKENS), HIDDEN))
     add("output_norm.weight", "model.norm.weight", (HIDDEN,))
@@ -100,7 +127,7 @@ def folders_in(cache: Path) -> list[str]:
 def test_converted_weights_are_the_original_ones(tmp_path: Path, tied: bool) -> None:
     weights = write_gguf(tmp_path / "tiny.gguf", tied)
     files = find_model(str(tmp_path / "tiny.gguf"))
-    converted = load_file(files.weight_files[0])
+    converted = read_all(files.folder)
     assert converted.keys() == weights.keys()
     for name, tensor in converted.items():
         assert tensor.dtype == torch.float32
@@ -116,19 +143,121 @@ def test_saved_config_does_not_call_the_weights_quantized(tmp_path: Path) -> Non
     from transformers import LlamaConfig
 
     config = LlamaConfig(quantization_config={"quant_method": "gguf", "gguf_file": "tiny.gguf"})
-    gguf_module._save_config(SimpleNamespace(config=config), tmp_path)
+    gguf_module._save_config(SimpleNamespace(config=config, can_generate=lambda: False), tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in saved
     assert saved["dtype"] == "float32"
 
 
-def test_quantized_weights_become_floats(tmp_path: Path) -> None:
-    weights = write_gguf(tmp_path / "tiny.gguf", tied=True, quantized=True)
-    converted = load_file(find_model(str(tmp_path / "tiny.gguf")).weight_files[0])
-    for name, tensor in weights.items():
-        assert converted[name].dtype == torch.float32
-        # Q8_0 keeps 8 bits for the largest of 32 values.
-        torch.testing.assert_close(converted[name], tensor, rtol=0, atol=float(tensor.abs().max()) / 127)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_matrices_stay_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, tied: bool
+) -> None:
+    weights = write_gguf(tmp_path / "tiny.gguf", tied, kind)
+    files = find_model(str(tmp_path / "tiny.gguf"))
+    assert types_of(files.folder) == {name: kind if tensor.ndim == 2 else "F32" for name, tensor in weights.items()}
+    for name, tensor in read_all(files.folder).items():
+        assert torch.equal(tensor, weights[name]), name
+    assert files.weight_files[0].stat().st_size < (tmp_path / "tiny.gguf").stat().st_size
+    assert build_definition(files, torch.float32).weight_names.keys() == weights.keys() | {"lm_head.weight"}
+    assert "widening all" not in caplog.text
+
+
+def test_other_types_become_floats(tmp_path: Path) -> None:
+    weights = write_gguf(tmp_path / "tiny.gguf", tied=True, quantized="BF16")
+    folder = convert_gguf(tmp_path / "tiny.gguf")
+    assert set(types_of(folder).values()) == {"F32"}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_all(folder).items())
+
+
+def change_numbers(self: Any, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+    return GGUFTensor(weights - 1 if weights.ndim == 2 else weights, name, {})
+
+
+def transpose(self: Any, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+    return GGUFTensor(weights.T.copy() if "attn_output" in name else weights, name, {})
+
+
+def double_one_number(self: Any, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+    # Not where all numbers of a row are equal, so that only the weights themselves can show it.
+    if weights.ndim == 2 and weights[5, 5] != weights[5, 6]:
+        weights = weights.copy()
+        weights[5, 5] *= 2
+    return GGUFTensor(weights, name, {})
+
+
+def repeat_a_row(self: Any, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+    return GGUFTensor(weights[[0, *range(len(weights) - 1)]] if weights.ndim == 2 else weights, name, {})
+
+
+def reverse_rows(self: Any, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+    return GGUFTensor(weights[::-1] if weights.ndim == 2 else weights, name, {})
+
+
+@pytest.mark.parametrize(
+    ("process", "kept"),
+    [
+        (change_numbers, set()),
+        (transpose, {"q", "k", "v"}),
+        (double_one_number, set()),
+        (repeat_a_row, set()),
+        (reverse_rows, {"q", "k", "v", "o"}),
+    ],
+)
+def test_blocks_are_kept_only_where_rows_alone_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: Callable[..., Any], kept: set[str]
+) -> None:
+    """Whatever an architecture does to its tensors, the weights are those that it makes."""
+    monkeypatch.setattr(LlamaTensorProcessor, "process", process)
+    write_gguf(tmp_path / "tiny.gguf", tied=False, quantized="Q4_1")
+    folder = convert_gguf(tmp_path / "tiny.gguf")
+    found = types_of(folder)
+    types = {letter: found[f"model.layers.1.self_attn.{letter}_proj.weight"] for letter in "qkvo"}
+    assert types == {letter: "Q4_1" if letter in kept else "F32" for letter in "qkvo"}
+    (tmp_path / "plain").mkdir()
+    expected = load_file(expand_gguf(tmp_path / "tiny.gguf", tmp_path / "plain") / "model.safetensors")
+    assert_same_weights(read_all(folder), expected)
+
+
+@pytest.mark.parametrize("fault", ["missing tensor", "missing helper", "other loader"])
+def test_without_the_parts_of_transformers_all_is_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    without = "blk.1.ffn_norm.weight" if fault == "missing tensor" else ""
+    weights = write_gguf(tmp_path / "tiny.gguf", tied=True, quantized="Q8_0", without=without)
+    if fault == "missing helper":
+        # Not taken away from transformers, whose own loader needs it.
+        monkeypatch.setattr(gguf_tensors.GgufTensors, "__init__", lambda self, path: no_such_part())
+    if fault == "other loader":
+        monkeypatch.setattr(gguf_tensors, "_has_a_loader_of_its_own", lambda architecture: architecture == "llama")
+    folder = convert_gguf(tmp_path / "tiny.gguf")
+    assert "widening all of tiny.gguf to float32" in caplog.text
+    assert set(types_of(folder).values()) == {"F32"}
+    converted = read_all(folder)
+    assert all(torch.equal(converted[name], tensor) for name, tensor in weights.items())
+
+
+def no_such_part() -> None:
+    raise ImportError("cannot import name 'TENSOR_PROCESSORS'")
+
+
+def test_a_full_disk_is_no_reason_to_widen(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: Any, weights: Any, file: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_tensors.GgufTensors, "write", write)
+    write_gguf(tmp_path / "tiny.gguf", tied=True, quantized="Q8_0")
+    with pytest.raises(OSError, match="No space left"):
+        convert_gguf(tmp_path / "tiny.gguf")
+    assert folders_in(own_cache) == []
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(ours[name].view(torch.int32), tensor.view(torch.int32)), name
 
 
 def test_tokenizer_and_chat_template_come_along(tmp_path: Path) -> None:
@@ -256,3 +385,42 @@ def test_default_model_has_the_standard_chat_prompt(smollm2_folder: Path) -> Non
     assert len(definition.layers) == 30
     assert definition.expected.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert (definition.max_position, definition.vocab_size) == (8192, 49152)
+
+
+@pytest.mark.slow
+def test_every_weight_of_the_default_model_is_transformers_own(smollm2_folder: Path, smollm2_expanded: Path) -> None:
+    assert_same_weights(read_all(smollm2_folder), load_file(smollm2_expanded / "model.safetensors"))
+    assert Counter(types_of(smollm2_folder).values()) == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
+
+
+@pytest.mark.slow
+def test_every_weight_of_gemma_is_transformers_own(gemma3_folder: Path, gemma3_expanded: Path) -> None:
+    expected = load_file(gemma3_expanded / "model.safetensors")
+    assert_same_weights(read_all(gemma3_folder), expected)
+    floats = {name for name, kind in types_of(gemma3_folder).items() if kind == "F32"}
+    assert floats == {name for name, tensor in expected.items() if tensor.ndim == 1}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_conversion_never_holds_the_widened_model(gemma3_file: Path, tmp_path: Path) -> None:
+    """From after the file's header was read to the end: one widened tensor, and the pages of the file itself."""
+    program = """
+import sys
+from pathlib import Path
+from compiled_engine.models.gguf_tensors import GgufTensors
+
+def memory(key):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
+
+tensors = GgufTensors(Path(sys.argv[1]))
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+weights = tensors.plan()
+tensors.write(weights, Path(sys.argv[2]))
+print(memory("VmHWM") - before)
+"""
+    command = [sys.executable, "-c", program, str(gemma3_file), str(tmp_path / "model.safetensors")]
+    used = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    largest = max(tensor.numel() for tensor in read_all(tmp_path).values()) * 4
+    assert used < 1.2 * largest + gemma3_file.stat().st_size + (64 << 20)

@@ -55,7 +55,7 @@ def new_caches() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def step(context: StaticForwardContext, kind: StepKind = StepKind.REAL) -> Iterator[None]:
-    metadata = CpuAttention(torch.float32, KERNELS).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE, BLOCK_SIZE, [None])
+    metadata = CpuAttention(torch.float32, KERNELS).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE)
     with set_forward_context(
         ForwardContext(context, (metadata,), (SLOTS,), num_tokens=4, num_padded_tokens=4, step_kind=kind)
     ):

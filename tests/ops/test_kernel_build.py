@@ -13,7 +13,7 @@ from compiled_engine.ops.cpu import build
 from compiled_engine.ops.cpu.build import load_kernels
 from kernel_folder import KERNELS
 
-NAMES = [f"{kernel}_{dtype}" for kernel in ("decode_attention", "write_kv") for dtype in ("float32", "bfloat16")]
+NAMES = [f"write_and_attend_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
 
 
 @pytest.fixture

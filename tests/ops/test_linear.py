@@ -1,52 +1,60 @@
-"""The linear op: packed and plain weights against ``F.linear``, and what the op tells compilers."""
+"""The op over packed weights: what it computes, what it tells compilers, and its shim in pieces compiled ahead."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_folder import KERNELS
 
-from compiled_engine.ops.linear import can_pack, can_pack_dtype, pack_weight
+from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.linear import Activation
+from compiled_engine.ops.cpu.packing import packed_num_bytes
+from compiled_engine.ops.linear import C_SHIM, PACKED_HEAD_BYTES, can_pack, pack_weight
 
-needs_packing = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="torch was built without oneDNN")
-
-
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.compiled_engine.linear(input, weight, bias)
-
-
-leading = st.lists(st.integers(0, 5), min_size=0, max_size=3)
+OP = torch.ops.compiled_engine.packed_linear.default
+leading = st.lists(st.integers(1, 5), min_size=0, max_size=3)
 
 
-@needs_packing
-@given(leading=leading, in_features=st.integers(1, 70), out_features=st.integers(1, 70), with_bias=st.booleans())
-def test_a_packed_weight_gives_what_the_plain_one_gives(
-    leading: list[int], in_features: int, out_features: int, with_bias: bool
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    load_kernels(KERNELS)
+
+
+def buffer_for(*parts: torch.Tensor) -> torch.Tensor:
+    num_bytes = packed_num_bytes(parts)
+    memory = torch.empty(num_bytes + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + num_bytes]
+
+
+def packed(*parts: torch.Tensor) -> torch.Tensor:
+    return pack_weight(parts, buffer_for(*parts))
+
+
+def test_a_graph_sees_the_head_alone() -> None:
+    assert packed(torch.randn(8, 16)).shape == (PACKED_HEAD_BYTES,)
+
+
+@given(leading=leading, in_features=st.integers(1, 70), out_features=st.integers(1, 70), extras=st.sets(st.booleans()))
+def test_the_product_with_bias_and_residual(
+    leading: list[int], in_features: int, out_features: int, extras: set[bool]
 ) -> None:
-    input = torch.randn(*leading, in_features)
-    weight = torch.randn(out_features, in_features)
-    bias = torch.randn(out_features) if with_bias else None
-    packed = pack_weight(weight)
-    result = linear(input, packed, bias)
+    input, weight = torch.randn(*leading, in_features), torch.randn(out_features, in_features)
+    bias = torch.randn(out_features) if True in extras else None
+    residual = torch.randn(*leading, out_features) if False in extras else None
+    result = OP(input, packed(weight), bias, residual, out_features, 0)
     expected = F.linear(input.double(), weight.double(), bias.double() if bias is not None else None)
-    assert packed.is_mkldnn
-    assert packed.shape == weight.shape
-    assert not result.is_mkldnn
+    expected = expected if residual is None else expected + residual.double()
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(linear(input, weight, bias), F.linear(input, weight, bias), rtol=0, atol=0)
+    assert result.shape == expected.shape
 
 
-@needs_packing
-@pytest.mark.parametrize("rows", [1, 2, 7, 64, 257])
-def test_sizes_of_a_real_layer(rows: int) -> None:
-    input, weight = torch.randn(1, rows, 576), torch.randn(960, 576)
-    expected = F.linear(input.double(), weight.double())
-    torch.testing.assert_close(linear(input, pack_weight(weight), None).double(), expected, rtol=1e-4, atol=1e-3)
-
-
-@needs_packing
 @pytest.mark.parametrize(
     "layout",
     [
@@ -58,46 +66,103 @@ def test_sizes_of_a_real_layer(rows: int) -> None:
     ],
     ids=["transposed", "strided", "narrowed", "swapped", "expanded"],
 )
-def test_any_layout_of_the_input(layout: object) -> None:
-    input = layout()  # type: ignore[operator]
-    weight, bias = torch.randn(8, 16), torch.randn(8)
-    packed, plain = linear(input, pack_weight(weight), bias), F.linear(input, weight, bias)
-    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)
-    assert packed.is_contiguous(), "the fake says so, and compiled pieces trust it"
+def test_any_layout_of_the_input(layout: Callable[[], torch.Tensor]) -> None:
+    input, weight, bias = layout(), torch.randn(8, 16), torch.randn(8)
+    result = OP(input, packed(weight), bias, None, 8, 0)
+    torch.testing.assert_close(result, F.linear(input, weight, bias), rtol=1e-5, atol=1e-5)
+    assert result.is_contiguous(), "the fake says so, and compiled pieces trust it"
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_weights_are_packed_where_the_cpu_can(dtype: torch.dtype) -> None:
-    weight, input = torch.randn(8, 16).to(dtype), torch.randn(3, 16).to(dtype)
-    if can_pack_dtype(dtype):
-        torch.testing.assert_close(linear(input, pack_weight(weight), None), F.linear(input, weight))
-    else:
-        with pytest.raises(RuntimeError):
-            pack_weight(weight)
-
-
-def test_only_float_types_are_packed() -> None:
-    assert can_pack_dtype(torch.float32)
-    assert not can_pack_dtype(torch.float64)
-    assert not can_pack_dtype(torch.int8)
+def test_which_types_are_packed() -> None:
+    cpu = torch.device("cpu")
+    assert can_pack(cpu)
+    assert can_pack(cpu, torch.bfloat16)
+    assert not can_pack(cpu, torch.float64)
     assert not can_pack(torch.device("cuda"))
 
 
 def test_the_op_tells_compilers_the_truth() -> None:
     """Schema (nothing is mutated, no aliases) and the fake's shapes, strides, dtypes, checked by torch itself."""
-    op = torch.ops.compiled_engine.linear.default
-    for shape in [(4,), (3, 4), (2, 3, 4), (0, 4)]:
-        for bias in (None, torch.randn(5)):
-            torch.library.opcheck(
-                op, (torch.randn(shape), torch.randn(5, 4), bias), test_utils=("test_schema", "test_faketensor")
-            )
-    schema = op._schema
-    assert not schema.is_mutable
-    assert str(schema) == "compiled_engine::linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
+    # The whole buffer, because torch copies what it checks with, and a copied head has lost its numbers.
+    rows = torch.randn(6, 4)
+    weight = buffer_for(rows)
+    pack_weight([rows], weight)
+    for shape in [(4,), (3, 4), (2, 3, 4)]:
+        for bias in (None, torch.randn(6)):
+            arguments = (torch.randn(shape), weight, bias, torch.randn(*shape[:-1], 6), 6, 0)
+            torch.library.opcheck(OP, arguments, test_utils=("test_schema", "test_faketensor"))
+    halves = [torch.randn(3, 4), torch.randn(3, 4)]
+    gated = buffer_for(*halves)
+    pack_weight(halves, gated)
+    arguments = (torch.randn(2, 4), gated, None, None, 3, int(Activation.SILU_AND_MULTIPLY))
+    torch.library.opcheck(OP, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert not OP._schema.is_mutable
 
 
-def test_a_wrong_width_is_an_error_for_packed_weights_too() -> None:
-    packed = pack_weight(torch.randn(8, 16)) if can_pack(torch.device("cpu")) else torch.randn(8, 16)
+def test_a_wrong_width_is_an_error() -> None:
+    with pytest.raises(ValueError, match="16 columns"):
+        OP(torch.randn(3, 15), packed(torch.randn(8, 16)), None, None, 8, 0)
+
+
+class Chain(torch.nn.Module):
+    """Two products with every kind of operand, as a piece has them."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        first: torch.Tensor,
+        bias: torch.Tensor,
+        second: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = OP(input, first, bias, None, 24, int(Activation.SILU_AND_MULTIPLY))
+        # A view with gaps between its rows, as q, k and v are.
+        return inner, OP(inner[..., 4:20] * 2, second, None, residual, 10, 0)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``Chain`` compiled by AOTInductor for float32 rows [1, n, 16]."""
+    examples = (
+        torch.randn(1, 4, 16),
+        torch.zeros(PACKED_HEAD_BYTES, dtype=torch.uint8),
+        torch.randn(48),
+        torch.zeros(PACKED_HEAD_BYTES, dtype=torch.uint8),
+        torch.randn(1, 4, 10),
+    )
+    rows = {1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Chain(), examples, dynamic_shapes=(rows, None, None, None, rows))
+    path = tmp_path_factory.mktemp("package") / "chain.pt2"
+    with torch._inductor.config.patch("aot_inductor.custom_ops_to_c_shims", {OP: [C_SHIM]}):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return path
+
+
+@pytest.mark.parametrize("rows", [2, 3, 33])
+def test_a_compiled_piece_calls_the_kernel_and_gives_the_same_bits(package: Path, rows: int) -> None:
+    run = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
+    first, second = packed(torch.randn(24, 16), torch.randn(24, 16)), packed(torch.randn(10, 16))
+    arguments = [torch.randn(1, rows, 16), first, torch.randn(48), second, torch.randn(1, rows, 10)]
+    for ours, expected in zip(run(arguments), Chain()(*arguments), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_head_without_its_numbers_is_refused(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A copy of the view that graphs see must not be read past its end."""
+    lost = packed(torch.randn(24, 16), torch.randn(24, 16)).clone()
+    with pytest.raises(ValueError, match="no packed weight"):
+        OP(torch.randn(2, 16), lost, None, None, 48, 0)
+    run = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
     with pytest.raises(RuntimeError):
-        linear(torch.randn(3, 15), packed, None)
+        run([torch.randn(1, 4, 16), lost, torch.randn(48), lost, torch.randn(1, 4, 10)])
+    assert "no packed weight" in capfd.readouterr().err
+
+
+def test_a_compiled_piece_refuses_what_the_kernel_cannot_take(
+    package: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
+    weight = packed(torch.randn(24, 16), torch.randn(24, 16))
+    with pytest.raises(RuntimeError):
+        run([torch.randn(1, 4, 16).double(), weight, torch.randn(48), weight, torch.randn(1, 4, 10)])
+    assert "neither float32 nor bfloat16 nor float16" in capfd.readouterr().err

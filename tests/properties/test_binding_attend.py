@@ -32,17 +32,22 @@ class RecordingBackend:
     def __init__(self) -> None:
         self.attended: list[AttentionMetadata] = []
 
-    def write_kv(self, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        token_slots(kv_cache)[slots] = torch.stack((key, value), 1)
+    def for_layer(self, spec: AttentionSpec) -> RecordingBackend:
+        return self
 
-    def attend(
+    def write_and_attend(
         self,
-        spec: AttentionSpec,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
     ) -> None:
+        if key is not None and value is not None:
+            token_slots(kv_cache)[slots] = torch.stack((key, value), 1)
         self.attended.append(metadata)
 
 

@@ -14,8 +14,9 @@ from torch._guards import detect_fake_mode
 from torch.fx import Interpreter, Node
 
 from compiled_engine.compile.capture import CapturedGraph
-from compiled_engine.compile.passes.backend_linear import use_backend_linear
+from compiled_engine.compile.passes.fuse_epilogues import fuse_activations, fuse_gated_activations, fuse_residuals
 from compiled_engine.compile.passes.merge_linears import merge_linears
+from compiled_engine.compile.passes.packed_linear import use_packed_linear
 from compiled_engine.errors import CaptureError
 from compiled_engine.ops.linear import can_pack
 
@@ -24,7 +25,8 @@ Pass = Callable[[CapturedGraph], int]
 
 def passes_for(device: torch.device) -> tuple[Pass, ...]:
     """The passes of a backend, in order."""
-    return (merge_linears, use_backend_linear) if can_pack(device) else (merge_linears,)
+    packed = (use_packed_linear, fuse_gated_activations, fuse_activations, fuse_residuals)
+    return (merge_linears, *packed) if can_pack(device) else (merge_linears,)
 
 
 def run_passes(captured: CapturedGraph, passes: tuple[Pass, ...]) -> dict[str, int]:
@@ -56,4 +58,13 @@ def _refresh_example_values(captured: CapturedGraph) -> None:
         Propagate(captured.graph_module).run(*placeholders)
 
 
-__all__ = ["Pass", "merge_linears", "passes_for", "run_passes", "use_backend_linear"]
+__all__ = [
+    "Pass",
+    "fuse_activations",
+    "fuse_gated_activations",
+    "fuse_residuals",
+    "merge_linears",
+    "passes_for",
+    "run_passes",
+    "use_packed_linear",
+]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from compiled_engine.errors import ConfigError, KernelBuildError
 from compiled_engine.ops.cpu.instructions import InstructionPath, runnable_paths
+from compiled_engine.ops.cpu.shims import connect_torch
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ def load_kernels(folder: Path | None, path_name: str | None = None) -> ctypes.CD
                 "the CPU kernels cannot be kept in %s (%s): they are built for this run alone", folder, error
             )
             return load_kernels(None, path_name)
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL if path_name is None else ctypes.RTLD_LOCAL)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL if path_name is None else ctypes.RTLD_LOCAL)
+    connect_torch(loaded)
+    return loaded
 
 
 def _choose(path_name: str | None) -> InstructionPath:

@@ -1,10 +1,10 @@
-"""The C++ kernels as functions of tensors: checks, pointers and strides."""
+"""The C++ attention kernel as a function of tensors: checks, pointers and strides."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,83 +13,112 @@ from compiled_engine.ops.cpu.build import load_kernels
 
 _POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_DECODE = [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE]
-_DECODE += [_REAL, _REAL, _SIZE, _SIZE, _SIZE, _SIZE]
-_WRITE = [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE]
 
 
-class CpuKernels:
-    """The kernels for caches of one dtype, out of ``folder`` (see ``load_kernels``, also for what is raised)."""
+class AttentionLayer(ctypes.Structure):
+    """What a layer computes, as ``attention.cpp`` reads it. Nothing about its cache, which may be bound anew."""
 
-    def __init__(self, dtype: torch.dtype, folder: Path | None) -> None:
-        library = load_kernels(folder)
-        self._decode_attention = _function(library, f"decode_attention_{_SUFFIXES[dtype]}", _DECODE)
-        self._write_kv = _function(library, f"write_kv_{_SUFFIXES[dtype]}", _WRITE)
+    _fields_ = [  # noqa: RUF012 - ctypes wants a plain list
+        ("num_kv_heads", _SIZE),
+        ("queries_per_kv", _SIZE),
+        ("head_dim", _SIZE),
+        ("sliding_window", _SIZE),
+        ("scale", _REAL),
+        ("soft_cap", _REAL),
+    ]
 
-    def decode_attention(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        rows: torch.Tensor,
-        requests: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Attention of requests with one new token each, straight from the paged cache.
-
-        query, out: [num_tokens, num_heads, head_dim], ``out`` contiguous; kv_cache: [num_blocks, block_size, 2,
-        num_kv_heads, head_dim], contiguous. rows, requests: int32 [n], the token rows to compute and their rows in
-        ``block_table`` int32 [num_requests, max_blocks] and ``seq_lens`` int32 [num_requests].
-        Memory moved: every visible key and value once.
-        """
-        query = _dense_rows(query)
-        _, block_size, _, num_kv_heads, head_dim = kv_cache.shape
-        self._decode_attention(
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            out.data_ptr(),
-            kv_cache.data_ptr(),
-            rows.data_ptr(),
-            requests.data_ptr(),
-            rows.shape[0],
-            block_table.data_ptr(),
-            block_table.shape[1],
-            seq_lens.data_ptr(),
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> AttentionLayer:
+        return cls(
+            spec.num_kv_heads,
+            spec.num_heads // spec.num_kv_heads,
+            spec.head_dim,
             spec.sliding_window or 0,
             spec.scale,
             spec.soft_cap or 0.0,
-            block_size,
-            num_kv_heads,
-            spec.num_heads // num_kv_heads,
-            head_dim,
         )
 
-    def write_kv(self, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store key and value [num_tokens, num_kv_heads, head_dim] at ``slots`` int64 [num_tokens]."""
-        key, value = _dense_rows(key), _dense_rows(value)
-        self._write_kv(
-            key.data_ptr(),
-            value.data_ptr(),
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
+
+class AttentionStep(ctypes.Structure):
+    """The requests of a step, as ``attention.cpp`` reads them: addresses of int32 arrays that somebody else keeps."""
+
+    _fields_ = [  # noqa: RUF012 - ctypes wants a plain list
+        ("query_start_loc", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_table", _POINTER),
+        ("num_requests", _SIZE),
+        ("max_blocks", _SIZE),
+    ]
+
+
+_ROWS = [_POINTER, _SIZE, _SIZE]
+_ARGUMENTS = [ctypes.POINTER(AttentionLayer), ctypes.POINTER(AttentionStep), *_ROWS, *_ROWS, *_ROWS]
+_ARGUMENTS += [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER]
+
+
+class AttentionKernel:
+    """The kernel for queries and caches of one dtype, out of ``folder``.
+
+    ``path_name``: the instruction path. See ``load_kernels`` for both, and for what is raised.
+    """
+
+    def __init__(self, dtype: torch.dtype, folder: Path | None, path_name: str | None = None) -> None:
+        self.dtype = dtype
+        self._function: Callable[..., None] = getattr(
+            load_kernels(folder, path_name), f"write_and_attend_{_SUFFIXES[dtype]}"
+        )
+        self._function.argtypes, self._function.restype = _ARGUMENTS, None  # type: ignore[attr-defined]
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        step: AttentionStep,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Store this step's K and V, unless they are None, then attend to all cached tokens of every request.
+
+        query, out: [num_tokens, num_heads, head_dim], ``out`` dense; key, value: [num_tokens, num_kv_heads, head_dim].
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], dense within a block. slots: int64 [num_tokens].
+        sinks: float32 [num_heads], one score per head that joins the softmax without a value.
+
+        The cache's address and sizes are read from the tensor at every call, so none are ever remembered.
+        Memory moved: every visible key and value once per 96 query rows (tokens times query heads of a KV head).
+        A token's result depends, bit for bit, on its own request alone.
+        """
+        query = _dense_rows(query)
+        query_rows, query_heads, _ = query.stride()
+        keys = values = (None, 0, 0)
+        if key is not None and value is not None:
+            key, value = _dense_rows(key), _dense_rows(value)
+            keys, values = _pointer_and_strides(key), _pointer_and_strides(value)
+        self._function(
+            layer,
+            step,
+            query.data_ptr(),
+            query_rows,
+            query_heads,
+            *keys,
+            *values,
+            out.data_ptr(),
             kv_cache.data_ptr(),
+            kv_cache.shape[1],
+            kv_cache.stride(0),
             slots.data_ptr(),
-            slots.shape[0],
-            kv_cache.shape[3],
-            kv_cache.shape[4],
+            query.shape[0],
+            None if sinks is None else sinks.data_ptr(),
         )
 
 
-def _function(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
-    function = getattr(library, name)
-    function.argtypes, function.restype = arguments, None
-    return function
+def _pointer_and_strides(rows: torch.Tensor) -> tuple[int, int, int]:
+    row_stride, head_stride, _ = rows.stride()
+    return rows.data_ptr(), row_stride, head_stride
 
 
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+def _dense_rows(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -1,4 +1,4 @@
-"""Replace ``F.linear`` by the backend's op, which reads weights in the layout it was packed into at loading."""
+"""Replace ``F.linear`` by the op over packed weights, in the layout that its kernel reads fastest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 from compiled_engine.compile.capture import CapturedGraph
 from compiled_engine.compile.passes.merge_linears import LINEAR, add_weight, linear_arguments, remove_unused_weights
-from compiled_engine.ops.linear import can_pack_dtype
+from compiled_engine.ops.cpu.linear import Activation
+from compiled_engine.ops.linear import PACKED_HEAD_BYTES, can_pack
 
 
-def use_backend_linear(captured: CapturedGraph) -> int:
-    """Let every linear over a weight of the checkpoint call ``compiled_engine::linear`` with the packed weight.
+def use_packed_linear(captured: CapturedGraph) -> int:
+    """Let every linear over a weight of the checkpoint call ``compiled_engine::packed_linear`` with the packed weight.
 
     A weight that something else reads too (a tied embedding) is kept beside its packed form.
     Returns the number of linears replaced.
@@ -22,11 +23,14 @@ def use_backend_linear(captured: CapturedGraph) -> int:
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         source, weight, bias = linear_arguments(node)
         recipe = captured.weights.get(weight.name)
-        if recipe is None or len(recipe.shape) != 2 or not can_pack_dtype(recipe.dtype):
+        example = weight.meta["example_value"]
+        if recipe is None or len(recipe.shape) != 2 or not can_pack(example.device, recipe.dtype):
             continue
-        packed = add_weight(captured, replace(recipe, packed=True), weight.meta["example_value"])
+        head = example.new_empty(PACKED_HEAD_BYTES, dtype=torch.uint8)
+        packed = add_weight(captured, replace(recipe, packed=True), head)
+        arguments = (source, packed, bias, None, recipe.shape[0], int(Activation.NONE))
         with graph.inserting_before(node):
-            call = graph.call_function(torch.ops.compiled_engine.linear.default, (source, packed, bias))
+            call = graph.call_function(torch.ops.compiled_engine.packed_linear.default, arguments)
         call.meta = dict(node.meta)
         node.replace_all_uses_with(call)
         graph.erase_node(node)

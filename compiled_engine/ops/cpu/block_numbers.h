@@ -1,0 +1,214 @@
+// Reading the numbers of a packed block as floats, in the order of k.
+#pragma once
+
+#include "packed_weight.h"
+
+namespace {
+
+// Inner loops run over this many neighbouring k. A chunk of k begins at a multiple of it.
+constexpr int64_t kStep = 8;
+// Columns that are read at once: two vectors.
+constexpr int64_t kTileColumns = 2 * kLanes;
+static_assert(kBlockColumns % kTileColumns == 0, "a block is whole tiles");
+
+// a * b + c with one rounding where the machine has such an instruction.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// code * scale + offset with one rounding on every machine.
+inline Floats scaled(Floats codes, Floats scale, Floats offset) {
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__aarch64__)
+    return multiply_add(codes, scale, offset);
+#else
+    Floats numbers;
+    for (int lane = 0; lane < kLanes; ++lane)
+        numbers[lane] = static_cast<float>(static_cast<double>(codes[lane]) * scale[lane] + offset[lane]);
+    return numbers;
+#endif
+}
+
+// Calls sink.add(j, w0, w1) with two vectors of columns for every k, j = 0..7 in turn, and sink.advance() after every
+// eighth. data: the first of the tile's columns at the first k.
+template <typename Sink>
+inline __attribute__((always_inline)) void read_numbers(const float* data, int64_t count, Sink& sink) {
+    for (; count > 0; count -= kStep) {
+        const int64_t now = count < kStep ? count : kStep;
+        for (int64_t j = 0; j < now; ++j, data += kBlockColumns) sink.add(j, load(data), load(data + kLanes));
+        sink.advance();
+    }
+}
+
+template <typename Sink>
+inline __attribute__((always_inline)) void read_numbers(const float16* data, int64_t count, Sink& sink) {
+    for (; count > 0; count -= kStep) {
+        const int64_t now = count < kStep ? count : kStep;
+        for (int64_t j = 0; j < now; ++j, data += kBlockColumns) sink.add(j, load(data), load(data + kLanes));
+        sink.advance();
+    }
+}
+
+inline Floats even_of_pair(Words pairs) {
+    const Words wide = pairs << 16;
+    return read_as<Floats>(&wide);
+}
+inline Floats odd_of_pair(Words pairs) {
+    const Words wide = pairs & 0xffff0000u;
+    return read_as<Floats>(&wide);
+}
+
+template <typename Sink>
+inline __attribute__((always_inline)) void read_numbers(const bfloat16* data, int64_t count, Sink& sink) {
+    for (; count > 0; count -= kStep) {
+        const int64_t now = count < kStep ? count : kStep;
+        for (int64_t j = 0; j < now; j += 2, data += 2 * kBlockColumns) {
+            const Words first = read_as<Words>(data), second = read_as<Words>(data + 2 * kLanes);
+            sink.add(j, even_of_pair(first), even_of_pair(second));
+            if (j + 1 < now) sink.add(j + 1, odd_of_pair(first), odd_of_pair(second));
+        }
+        sink.advance();
+    }
+}
+
+struct Scales {
+    Floats scale[2], offset[2];
+};
+
+inline Scales read_scales(const PackedPart& part, const uint8_t* group, int64_t column) {
+    Scales scales{};
+    const int64_t bytes = scale_bytes(part);
+    for (int i = 0; i < 2; ++i, column += kLanes) {
+        if (part.scale_type == ElementType::float16) {
+            scales.scale[i] = load(reinterpret_cast<const float16*>(group) + column);
+            if (part.has_offsets) scales.offset[i] = load(reinterpret_cast<const float16*>(group + bytes) + column);
+        } else {
+            scales.scale[i] = load(reinterpret_cast<const float*>(group) + column);
+            if (part.has_offsets) scales.offset[i] = load(reinterpret_cast<const float*>(group + bytes) + column);
+        }
+    }
+    return scales;
+}
+
+// Words of codes to numbers. A code is put into the last bits of a float that is a power of two large enough, and that
+// power taken off again: a logic and an addition, which do not compete with the multiplications.
+template <Storage storage>
+class Codes {
+public:
+    explicit Codes(const PackedPart& part) {
+        const int zero = storage == Storage::int8 ? 128 : part.has_offsets ? 0 : 8;
+        for (int place = 0; place < kPlaces; ++place)
+            power_and_zero_[place] = static_cast<float>((1 << (23 - place * kBits)) + zero);
+    }
+
+    // data: words of the tile's first column; the first code of the first word is the first of count.
+    template <typename Sink>
+    inline __attribute__((always_inline)) void read(const uint8_t* data, int64_t count, const Scales& scales,
+                                                    Sink& sink) const {
+        for (; count >= kStep; count -= kStep, data += kStep / kPerWord * kBlockColumns * 4) {
+            Words words[2];
+            Floats now[2], next[2];
+#pragma GCC unroll 8
+            for (int j = 0; j < kStep; ++j) {
+                for (int i = 0; i < 2; ++i) {
+                    if (j % kPerWord == 0)
+                        words[i] = read_as<Words>(data + (j / kPerWord * kBlockColumns + i * kLanes) * 4);
+                    if (j % kPerWord == kPlaces) words[i] >>= kPlaces * kBits;
+                    next[i] = number(words[i], j % kPerWord % kPlaces, scales, i);
+                }
+                // One step behind, so that the multiplications do not wait for what has just been begun.
+                if (j > 0) sink.add(j - 1, now[0], now[1]);
+                for (int i = 0; i < 2; ++i) now[i] = next[i];
+            }
+            sink.add(kStep - 1, now[0], now[1]);
+            sink.advance();
+        }
+        if (count > 0) {
+            for (int64_t j = 0; j < count; ++j) {
+                const uint8_t* words = data + j / kPerWord * kBlockColumns * 4;
+                const uint32_t shift = static_cast<uint32_t>(j % kPerWord * kBits);
+                sink.add(j, number(read_as<Words>(words) >> shift, 0, scales, 0),
+                         number(read_as<Words>(words + 4 * kLanes) >> shift, 0, scales, 1));
+            }
+            sink.advance();
+        }
+    }
+
+private:
+    static constexpr int kPerWord = codes_per_word(storage), kBits = 32 / kPerWord;
+    // Codes of a word that lie within the 23 bits of a float's fraction.
+    static constexpr int kPlaces = 23 / kBits;
+
+    inline __attribute__((always_inline)) Floats number(Words words, int place, const Scales& scales, int i) const {
+        const uint32_t mask = ((1u << kBits) - 1) << (place * kBits), power = (150u - place * kBits) << 23;
+        const Words bits = (words & mask) + power;
+        return scaled(read_as<Floats>(&bits) - power_and_zero_[place], scales.scale[i], scales.offset[i]);
+    }
+
+    float power_and_zero_[kPlaces];
+};
+
+template <Storage storage, typename Sink>
+inline __attribute__((always_inline)) void read_groups(const PackedPart& part, const uint8_t* block, int64_t column,
+                                                       int64_t begin, int64_t end, Sink& sink) {
+    const Codes<storage> codes(part);
+    int64_t index = begin / part.group_size;
+    for (int64_t k = begin; k < end; ++index) {
+        const uint8_t* group = block + index * part.group_bytes;
+        const int64_t group_begin = index * part.group_size, group_end = group_begin + part.group_size;
+        const int64_t last = group_end < end ? group_end : end;
+        const int64_t word = (k - group_begin) / codes_per_word(storage) * kBlockColumns + column;
+        codes.read(group + codes_offset(part) + 4 * word, last - k, read_scales(part, group, column), sink);
+        k = last;
+    }
+}
+
+// Numbers of columns column to column + kTileColumns and of k from begin (a multiple of kStep) to end.
+template <Storage storage, typename Sink>
+inline __attribute__((always_inline)) void read_block(const PackedPart& part, const uint8_t* block, int64_t column,
+                                                      int64_t begin, int64_t end, Sink& sink) {
+    if constexpr (storage == Storage::float32)
+        read_numbers(reinterpret_cast<const float*>(block) + begin * kBlockColumns + column, end - begin, sink);
+    else if constexpr (storage == Storage::bfloat16)
+        read_numbers(reinterpret_cast<const bfloat16*>(block) + begin * kBlockColumns + 2 * column, end - begin, sink);
+    else if constexpr (storage == Storage::float16)
+        read_numbers(reinterpret_cast<const float16*>(block) + begin * kBlockColumns + column, end - begin, sink);
+    else
+        read_groups<storage>(part, block, column, begin, end, sink);
+}
+
+// Numbers as floats [k][kBlockColumns].
+struct FloatSink {
+    float* to;
+    inline __attribute__((always_inline)) void add(int64_t j, Floats w0, Floats w1) {
+        store(to + j * kBlockColumns, w0);
+        store(to + j * kBlockColumns + kLanes, w1);
+    }
+    inline __attribute__((always_inline)) void advance() { to += kStep * kBlockColumns; }
+};
+
+template <Storage storage>
+void block_to_floats(const PackedPart& part, const uint8_t* block, int64_t begin, int64_t end, float* to) {
+    for (int64_t column = 0; column < kBlockColumns; column += kTileColumns) {
+        FloatSink sink{to + column};
+        read_block<storage>(part, block, column, begin, end, sink);
+    }
+}
+
+// Writes the numbers of k from begin (a multiple of kStep) to end as floats [end - begin][kBlockColumns].
+inline void block_to_floats(const PackedPart& part, const uint8_t* block, int64_t begin, int64_t end, float* to) {
+    switch (part.storage) {
+        case Storage::float32: return block_to_floats<Storage::float32>(part, block, begin, end, to);
+        case Storage::bfloat16: return block_to_floats<Storage::bfloat16>(part, block, begin, end, to);
+        case Storage::float16: return block_to_floats<Storage::float16>(part, block, begin, end, to);
+        case Storage::int8: return block_to_floats<Storage::int8>(part, block, begin, end, to);
+        case Storage::int4: return block_to_floats<Storage::int4>(part, block, begin, end, to);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,300 @@
+// x W^T from a packed weight (packed_weight.h), with bias, activation and residual.
+//
+// Every number of the product is a sum over k in one fixed order: chunks of kChunk are summed from zero with one fused
+// multiply-add per k, and the sums of the chunks are added in order. It depends on nothing but the row, the weight's
+// numbers and the machine's instructions: not on the other rows, the number of threads, or how the numbers are stored.
+#include "activations.h"
+#include "threads.h"
+#include "tile.h"
+
+#include <algorithm>
+#include <memory>
+
+namespace {
+
+// How far ahead of its use a packed weight is fetched when it streams by.
+constexpr int64_t kPrefetchDistance = 3072;
+// Panels of one task: their input for a chunk and their sums stay in the second-level cache.
+constexpr int64_t kMaxGroupPanels = 192 / kMaxPanelRows;
+
+struct Call {
+    const void* input;
+    int64_t input_row_stride, num_rows;
+    const uint8_t* packed;
+    const void *bias, *residual;
+    int64_t residual_row_stride;
+    void* out;
+    Activation activation;
+    PackedHeader header;
+
+    bool gated() const { return is_gated(activation); }
+    // Blocks whose columns become one block of columns of out: one, or a gate and what it multiplies.
+    int64_t blocks_per_unit() const { return gated() ? 2 : 1; }
+    int64_t num_units() const { return header.num_blocks / blocks_per_unit(); }
+    int64_t out_columns() const { return header.out_features / blocks_per_unit(); }
+};
+
+// Floats that grow when needed and stay for the next call of the same thread.
+class Scratch {
+public:
+    float* floats(int64_t count) {
+        if (count > size_) {
+            data_.reset(static_cast<float*>(::operator new(count * sizeof(float), std::align_val_t{kBufferAlignment})));
+            size_ = count;
+        }
+        return data_.get();
+    }
+
+private:
+    struct Free {
+        void operator()(float* data) const { ::operator delete(data, std::align_val_t{kBufferAlignment}); }
+    };
+    std::unique_ptr<float, Free> data_;
+    int64_t size_ = 0;
+};
+
+// Rows of the input that are multiplied together.
+struct Panel {
+    int64_t first_row, rows;
+};
+
+inline int64_t num_panels(int64_t num_rows) { return divide_up(num_rows, kMaxPanelRows); }
+
+// The rows are shared out evenly among as few panels as can be.
+Panel panel_at(int64_t index, int64_t num_rows) {
+    const int64_t count = num_panels(num_rows), each = num_rows / count, larger = num_rows % count;
+    return {index * each + std::min(index, larger), each + (index < larger)};
+}
+
+// The input as floats, one stream for all panels of a chunk: [k / kChunk][panel][k % kChunk / kStep][row][kStep].
+// Rows of a panel that lay as far apart as they come would fall on one another in the cache.
+struct PackedInput {
+    float* data;
+    int64_t num_rows, in_features;
+
+    int64_t num_floats() const { return num_rows * round_up(in_features, kStep); }
+    // k: the first of a chunk.
+    float* at(const Panel& panel, int64_t k) const {
+        const int64_t length = std::min(kChunk, round_up(in_features - k, kStep));
+        return data + k * num_rows + panel.first_row * length;
+    }
+};
+
+// Missing last k become zeros.
+template <typename T>
+void pack_panel(const Call& call, const Panel& panel, const PackedInput& packed) {
+    const int64_t in_features = call.header.in_features, rows = panel.rows;
+    for (int64_t begin = 0; begin < in_features; begin += kChunk) {
+        const int64_t end = std::min(in_features, begin + kChunk);
+        for (int64_t row = 0; row < rows; ++row) {
+            const T* from = static_cast<const T*>(call.input) + (panel.first_row + row) * call.input_row_stride;
+            float* to = packed.at(panel, begin) + row * kStep;
+            int64_t k = begin;
+            for (; k + kStep <= end; k += kStep, to += rows * kStep)
+                for (int64_t j = 0; j < kStep; ++j) to[j] = to_float(from[k + j]);
+            if (k < end)
+                for (int64_t j = 0; j < kStep; ++j) to[j] = k + j < end ? to_float(from[k + j]) : 0.0f;
+        }
+    }
+}
+
+// Part of a row of bias or residual as floats; zeros where there is none.
+template <typename T>
+inline void load_columns(const void* from, int64_t first, int64_t count, float* to) {
+    if (from == nullptr) {
+        std::fill(to, to + kBlockColumns, 0.0f);
+    } else if (count == kBlockColumns) {
+        for (int64_t column = 0; column < kBlockColumns; column += kLanes)
+            store(to + column, load(static_cast<const T*>(from) + first + column));
+    } else {
+        for (int64_t column = 0; column < kBlockColumns; ++column)
+            to[column] = column < count ? to_float(static_cast<const T*>(from)[first + column]) : 0.0f;
+    }
+}
+
+template <typename T>
+inline void store_columns(const float* from, int64_t count, T* to) {
+    if (count == kBlockColumns) {
+        for (int64_t column = 0; column < kBlockColumns; column += kLanes) store(to + column, load(from + column));
+    } else {
+        for (int64_t column = 0; column < count; ++column) to[column] = from_float<T>(from[column]);
+    }
+}
+
+// Sums [blocks_per_unit][rows][kBlockColumns] to numbers of out.
+template <typename T>
+void finish(const Call& call, const Block* blocks, const Panel& panel, float* sums) {
+    const Block& block = blocks[0];
+    const Activation activation = without_gate(call.activation);
+    float bias[2][kBlockColumns], residual[kBlockColumns];
+    for (int64_t i = 0; i < call.blocks_per_unit(); ++i)
+        load_columns<T>(call.bias, blocks[i].first_row, block.rows, bias[i]);
+    for (int64_t row = 0; row < panel.rows; ++row) {
+        float* first = sums + row * kBlockColumns;
+        const float* second = first + panel.rows * kBlockColumns;
+        const int64_t out_row = panel.first_row + row;
+        if (call.residual != nullptr)
+            load_columns<T>(static_cast<const T*>(call.residual) + out_row * call.residual_row_stride, block.first_row,
+                            block.rows, residual);
+        for (int64_t column = 0; column < kBlockColumns; column += kLanes) {
+            Floats y = load(first + column);
+            if (call.bias != nullptr) y += load(bias[0] + column);
+            y = activate(activation, y);
+            if (call.gated()) {
+                Floats up = load(second + column);
+                if (call.bias != nullptr) up += load(bias[1] + column);
+                y *= up;
+            }
+            if (call.residual != nullptr) y += load(residual + column);
+            store(first + column, y);
+        }
+        store_columns(first, block.rows,
+                      static_cast<T*>(call.out) + out_row * call.out_columns() + block.first_row);
+    }
+}
+
+// The blocks of a unit.
+void find_blocks(const Call& call, int64_t unit, Block* blocks) {
+    for (int64_t i = 0; i < call.blocks_per_unit(); ++i)
+        blocks[i] = find_block(call.packed, unit + i * call.num_units());
+}
+
+// One panel: numbers are made in registers from the packed ones as they stream by.
+template <typename T>
+void few_rows(const Call& call, int64_t unit, const PackedInput& input) {
+    const int64_t in_features = call.header.in_features;
+    const Panel panel{0, call.num_rows};
+    Block blocks[2];
+    find_blocks(call, unit, blocks);
+    alignas(kBufferAlignment) float sums[2 * kMaxPanelRows * kBlockColumns];
+    for (int64_t i = 0; i < call.blocks_per_unit(); ++i) {
+        const Block& block = blocks[i];
+        const MultiplyTile multiply = tile_function(block.part.storage, panel.rows);
+        const int64_t bytes_per_step = divide_up(block.part.block_bytes * kStep, in_features);
+        for (int64_t k = 0; k < in_features; k += kChunk) {
+            const uint8_t* ahead = block.data + block.part.block_bytes * k / in_features + kPrefetchDistance;
+            multiply({block.part, block.data, k, std::min(in_features, k + kChunk), input.at(panel, k),
+                      sums + i * panel.rows * kBlockColumns, k == 0, {ahead, bytes_per_step}});
+        }
+    }
+    finish<T>(call, blocks, panel, sums);
+}
+
+// Units and panels that are computed together.
+struct Task {
+    int64_t first_unit, last_unit, first_panel, last_panel;
+};
+
+// The numbers of a chunk of a block as floats: in place, or made in a buffer.
+const float* chunk_floats(const Block& block, int64_t begin, int64_t end, float* buffer) {
+    if (block.part.storage == Storage::float32)
+        return reinterpret_cast<const float*>(block.data) + begin * kBlockColumns;
+    block_to_floats(block.part, block.data, begin, end, buffer);
+    return buffer;
+}
+
+// Many panels: the numbers of a chunk are made once for all panels, and the memory of the next chunk is fetched
+// meanwhile.
+template <typename T>
+void many_rows(const Call& call, const Task& task, const PackedInput& input, Scratch& scratch) {
+    const int64_t in_features = call.header.in_features, num_blocks = call.blocks_per_unit();
+    const int64_t first_row = panel_at(task.first_panel, call.num_rows).first_row;
+    const Panel last_panel = panel_at(task.last_panel - 1, call.num_rows);
+    const int64_t sums_of_panels = (last_panel.first_row + last_panel.rows - first_row) * kBlockColumns;
+    float* buffer = scratch.floats(kChunk * kBlockColumns +
+                                   (task.last_unit - task.first_unit) * num_blocks * sums_of_panels);
+    float* sums = buffer + kChunk * kBlockColumns;
+    const PackedPart floats{};
+    for (int64_t unit = task.first_unit; unit < task.last_unit; ++unit) {
+        Block blocks[2];
+        find_blocks(call, unit, blocks);
+        for (int64_t k = 0; k < in_features; k += kChunk) {
+            const int64_t end = std::min(in_features, k + kChunk);
+            for (int64_t i = 0; i < num_blocks; ++i) {
+                const Block& block = blocks[i];
+                const float* numbers = chunk_floats(block, k, end, buffer);
+                const int64_t bytes = block.part.block_bytes * (end - k) / in_features;
+                Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
+                                  divide_up(bytes * kStep, (end - k) * (task.last_panel - task.first_panel))};
+                for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
+                    const Panel panel = panel_at(index, call.num_rows);
+                    float* its_sums =
+                        sums + (num_blocks * (panel.first_row - first_row) + i * panel.rows) * kBlockColumns;
+                    tile_function(Storage::float32, panel.rows)(
+                        {floats, reinterpret_cast<const uint8_t*>(numbers), 0, end - k, input.at(panel, k), its_sums,
+                         k == 0, prefetch});
+                    prefetch.next += prefetch.bytes_per_step * divide_up(end - k, kStep);
+                    if (end == in_features && i + 1 == num_blocks)
+                        finish<T>(call, blocks, panel, its_sums - i * panel.rows * kBlockColumns);
+                }
+            }
+        }
+    }
+}
+
+thread_local Scratch input_scratch, block_scratch;
+
+template <typename T>
+void linear_of_few_rows(const Call& call, int threads) {
+    const int64_t num_units = call.num_units();
+    // Whole runs of units, so that what is fetched ahead is used; several per thread, so that none waits long.
+    const int64_t units_per_piece = divide_up(num_units, threads * std::min<int64_t>(8, divide_up(num_units, 5 * threads)));
+#pragma omp parallel num_threads(threads)
+    {
+        // Every thread packs the input for itself: it is less than a barrier costs.
+        PackedInput input{nullptr, call.num_rows, call.header.in_features};
+        input.data = input_scratch.floats(input.num_floats());
+        pack_panel<T>(call, {0, call.num_rows}, input);
+#pragma omp for schedule(dynamic, units_per_piece) nowait
+        for (int64_t unit = 0; unit < num_units; ++unit) few_rows<T>(call, unit, input);
+    }
+}
+
+template <typename T>
+void linear_of_many_rows(const Call& call, int threads) {
+    PackedInput input{nullptr, call.num_rows, call.header.in_features};
+    input.data = input_scratch.floats(input.num_floats());
+    const int64_t panels = num_panels(call.num_rows), num_groups = divide_up(panels, kMaxGroupPanels);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t index = 0; index < panels; ++index)
+            pack_panel<T>(call, panel_at(index, call.num_rows), input);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t index = 0; index < call.num_units() * num_groups; ++index) {
+            const int64_t unit = index / num_groups, group = index % num_groups;
+            many_rows<T>(call, {unit, unit + 1, panels * group / num_groups, panels * (group + 1) / num_groups}, input,
+                         block_scratch);
+        }
+    }
+}
+
+// Below this much work one thread is done before another has woken up.
+constexpr int64_t kSmallBytes = 32 << 10, kSmallProducts = 128 << 10;
+
+template <typename T>
+void linear(const Call& call) {
+    const int64_t products = call.num_rows * call.header.in_features * call.header.out_features;
+    const bool is_small = call.header.num_bytes < kSmallBytes && products < kSmallProducts;
+    const int threads = is_small ? 1 : num_threads();
+    if (num_panels(call.num_rows) == 1)
+        linear_of_few_rows<T>(call, threads);
+    else
+        linear_of_many_rows<T>(call, threads);
+}
+
+}  // namespace
+
+extern "C" void packed_linear(const void* input, int64_t input_row_stride, int64_t num_rows, int32_t element_type,
+                              const uint8_t* packed_weight, const void* bias, const void* residual,
+                              int64_t residual_row_stride, void* out, int64_t activation) {
+    if (num_rows == 0) return;
+    const Call call{input,    input_row_stride,    num_rows, packed_weight,
+                    bias,     residual,            residual_row_stride, out,
+                    static_cast<Activation>(activation), read_header(packed_weight)};
+    switch (static_cast<ElementType>(element_type)) {
+        case ElementType::float32: return linear<float>(call);
+        case ElementType::bfloat16: return linear<bfloat16>(call);
+        case ElementType::float16: return linear<float16>(call);
+    }
+}
