@@ -61,7 +61,10 @@ class LogitsRunner(CpuRunner):
 
     @property
     def weight_bytes(self) -> int | None:
-        """Bytes of the weights as the runner's ledger has them."""
+        """Bytes of the weights as the runner's ledger has them, which are the checkpoint's: None where the runner stores
+        them in another form."""
+        if self.config.quantization is not None:
+            return None
         return next(phase.num_bytes for phase in self.ledger.phases if phase.name == "weights")
 
     @torch.inference_mode()
@@ -318,7 +321,7 @@ def accuracy_table(title: str, rows: Mapping[str, Accuracy]) -> Table:
         "KL\nnats",
         "top 1 as\nfloat32",
         "top 1 as\ntransf.",
-        "perplex.",
+        "ppl",
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in rows.items():

@@ -283,9 +283,10 @@ def memory_over_requests(engine: Engine, text: Sequence[int], requests: int, new
 def start_decoding(
     engine: Engine, prompts: Sequence[list[int]], steps: int, sampling: Mapping[str, Any] = GREEDY
 ) -> None:
-    """Add requests and run steps until one has decoded only: a token for every request, and ``steps`` more can follow.
+    """Add requests and run steps until one has given each of them a token and done nothing else.
 
-    Raises ``RuntimeError`` if the requests' tokens do not last that long.
+    Their tokens last for ``steps`` more such steps, provided that prompts took no more than ``SPARE_TOKENS`` steps; if
+    they took much longer, raises ``RuntimeError``.
     """
     add(engine, prompts, steps + SPARE_TOKENS, sampling)
     while engine.has_unfinished():

@@ -47,9 +47,9 @@ def single_figures(summaries: dict[str, Summary], long_prompt_tokens: int) -> li
         return Figure(label, unit, False, scaled)
 
     return [
-        figure(f"first of {long_prompt_tokens}", "ms", "long_prompt_s", 1e3),
+        figure(f"first token after {long_prompt_tokens}", "ms", "long_prompt_s", 1e3),
         figure("token gap", "ms", "gap_median_s", 1e3),
-        figure("gap p99", "ms", "gap_p99_s", 1e3),
+        figure("token gap p99", "ms", "gap_p99_s", 1e3),
         figure("start-up", "s", "startup_s", 1),
         figure("peak memory", "MiB", "peak_memory", 1 / MIB),
     ]

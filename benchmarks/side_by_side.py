@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def run_rounds(
                 failed.append(entry.name)
             else:
                 measured[entry.name].append(one)
-                console.print(f"  {one_line(one)}", highlight=False)
+                console.print(f"  {one_line(one)}", highlight=False, soft_wrap=True)
     return {name: reports for name, reports in measured.items() if reports}, failed
 
 
@@ -202,8 +202,9 @@ def publish(measured: dict[str, list[Measured]], task: Task, chart_path: Path) -
 
 
 def draw(summaries: dict[str, Summary], task: Task) -> str:
-    title = f"New tokens per second end to end; one request, start and memory ({cpu_name()}, {task.threads} threads)"
-    return svg(title, [*rate_figures(summaries, "output"), *single_figures(summaries, len(task.long_prompt))])
+    title = f"{Path(task.gguf_file or task.model_folder).name} on {cpu_name()}, {task.threads} threads"
+    rates = [replace(figure, label=f"new tokens, {figure.label}") for figure in rate_figures(summaries, "output")]
+    return svg(title, [*rates, *single_figures(summaries, len(task.long_prompt))])
 
 
 def round_data(one: Measured) -> dict[str, Any]:

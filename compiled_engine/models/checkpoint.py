@@ -121,7 +121,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
         mapped = self._map(info.file)
         blocks = torch.frombuffer(mapped, dtype=torch.uint8, count=info.end - info.start, offset=info.start)
         rows = decode_blocks(info.dtype_name, _aligned(blocks, 2).view(info.shape[0], -1))
-        del blocks
         self._give_back(mapped, info.start, info.end)
         return rows
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_folder import KERNELS
 
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.linear import Activation
 from compiled_engine.ops.cpu.packing import packed_num_bytes
 from compiled_engine.ops.linear import C_SHIM, PACKED_HEAD_BYTES, can_pack, pack_weight
+from kernel_folder import KERNELS
 
 OP = torch.ops.compiled_engine.packed_linear.default
 leading = st.lists(st.integers(1, 5), min_size=0, max_size=3)

@@ -186,8 +186,7 @@ class ContentMachine(RuleBasedStateMachine):
             for position in range(item.request.num_computed_tokens, item.request.num_computed_tokens + item.num_tokens)
         ]
         metadata = [
-            self.backend.build_metadata(inputs.query_start_loc, inputs.seq_lens, table)
-            for table in inputs.block_tables
+            self.backend.build_metadata(inputs.query_start_loc, inputs.seq_lens, table) for table in inputs.block_tables
         ]
         context = ForwardContext(
             static_context=self.context,

@@ -191,10 +191,11 @@ void find_rows(const Call<T>& call, const Work& work, int64_t start, Range seen,
     std::fill(tile.keys + seen.end, tile.keys + kTile, zeros);
 }
 
+// Into the second level: two tiles and what is packed of them are more than the first one holds.
 template <typename T>
 void prefetch(const T* row, int64_t size) {
-    const char* bytes = reinterpret_cast<const char*>(row);
-    for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(T)); i += kCacheLine) __builtin_prefetch(bytes + i, 0, 2);
+    const int64_t step = kCacheLine / sizeof(T);
+    for (int64_t i = 0; i < size; i += step) __builtin_prefetch(row + i, 0, 2);
 }
 
 // What a query at `position` sees.

@@ -50,49 +50,68 @@ inline int64_t block_rows(int64_t rows) {
 }
 
 // Reads kLanes rows of kLanes 32-bit words and gives their columns.
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+using Register = __m512;
+inline Register unpack_low(Register a, Register b) { return _mm512_unpacklo_ps(a, b); }
+inline Register unpack_high(Register a, Register b) { return _mm512_unpackhi_ps(a, b); }
+inline Words low_pairs(Register a, Register b) {
+    const __m512d pairs = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    return read_as<Words>(&pairs);
+}
+inline Words high_pairs(Register a, Register b) {
+    const __m512d pairs = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    return read_as<Words>(&pairs);
+}
+// Four words of each of the rows 0, 4, 8 and 12.
+template <typename T>
+inline Register gather_quarters(const T* const* rows, int64_t first) {
+    const auto quarter = [&](int i) { return read_as<__m128>(rows[4 * i] + first); };
+    const Register two = _mm512_insertf32x4(_mm512_castps128_ps512(quarter(0)), quarter(1), 1);
+    return _mm512_insertf32x4(_mm512_insertf32x4(two, quarter(2), 2), quarter(3), 3);
+}
+#else
+using Register = __m256;
+inline Register unpack_low(Register a, Register b) { return _mm256_unpacklo_ps(a, b); }
+inline Register unpack_high(Register a, Register b) { return _mm256_unpackhi_ps(a, b); }
+inline Words low_pairs(Register a, Register b) {
+    const __m256d pairs = _mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+    return read_as<Words>(&pairs);
+}
+inline Words high_pairs(Register a, Register b) {
+    const __m256d pairs = _mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+    return read_as<Words>(&pairs);
+}
+// Four words of each of the rows 0 and 4.
+template <typename T>
+inline Register gather_quarters(const T* const* rows, int64_t first) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(read_as<__m128>(rows[0] + first)),
+                                read_as<__m128>(rows[4] + first), 1);
+}
+#endif
 template <typename T>
 inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
-#if defined(__AVX512F__)
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        // Quarter i of part[j] is from row 4 * i + j, so that the columns below have their rows in order.
-        __m512 part[4];
-        for (int j = 0; j < 4; ++j) {
-            const auto at = [&](int i) { return read_as<__m128>(reinterpret_cast<const char*>(rows[4 * i + j] + first) + 16 * quarter); };
-            part[j] = _mm512_insertf32x4(_mm512_castps128_ps512(at(0)), at(1), 1);
-            part[j] = _mm512_insertf32x4(_mm512_insertf32x4(part[j], at(2), 2), at(3), 3);
-        }
-        for (int half = 0; half < 2; ++half) {
-            const __m512 a = half ? _mm512_unpackhi_ps(part[0], part[1]) : _mm512_unpacklo_ps(part[0], part[1]);
-            const __m512 b = half ? _mm512_unpackhi_ps(part[2], part[3]) : _mm512_unpacklo_ps(part[2], part[3]);
-            const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-            const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-            columns[4 * quarter + 2 * half] = read_as<Words>(&low);
-            columns[4 * quarter + 2 * half + 1] = read_as<Words>(&high);
-        }
+    for (int column = 0; column < kLanes; column += 4) {
+        // Part j holds rows j, j + 4, ...: unpacking goes on within quarters of 16 bytes and so puts rows in order.
+        Register part[4];
+        for (int j = 0; j < 4; ++j) part[j] = gather_quarters(rows + j, first + column * 4 / sizeof(T));
+        const Register low01 = unpack_low(part[0], part[1]), high01 = unpack_high(part[0], part[1]);
+        const Register low23 = unpack_low(part[2], part[3]), high23 = unpack_high(part[2], part[3]);
+        columns[column] = low_pairs(low01, low23);
+        columns[column + 1] = high_pairs(low01, low23);
+        columns[column + 2] = low_pairs(high01, high23);
+        columns[column + 3] = high_pairs(high01, high23);
     }
-#elif defined(__AVX2__)
-    for (int quarter = 0; quarter < 2; ++quarter) {
-        __m256 part[4];
-        for (int j = 0; j < 4; ++j) {
-            const auto at = [&](int i) { return read_as<__m128>(reinterpret_cast<const char*>(rows[4 * i + j] + first) + 16 * quarter); };
-            part[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(1), 1);
-        }
-        for (int half = 0; half < 2; ++half) {
-            const __m256 a = half ? _mm256_unpackhi_ps(part[0], part[1]) : _mm256_unpacklo_ps(part[0], part[1]);
-            const __m256 b = half ? _mm256_unpackhi_ps(part[2], part[3]) : _mm256_unpacklo_ps(part[2], part[3]);
-            const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
-            const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
-            columns[4 * quarter + 2 * half] = read_as<Words>(&low);
-            columns[4 * quarter + 2 * half + 1] = read_as<Words>(&high);
-        }
-    }
+}
 #else
+template <typename T>
+inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
     for (int row = 0; row < kLanes; ++row) {
         const Words words = read_as<Words>(rows[row] + first);
         for (int column = 0; column < kLanes; ++column) columns[column][row] = words[column];
     }
-#endif
 }
+#endif
 
 // The numbers in a vector of words, one or two in each, as floats at packed, packed + kTile.
 inline void store_parts(Words words, const float*, float* packed) { store(packed, read_as<Floats>(&words)); }
@@ -113,7 +132,7 @@ inline void store_parts(Words words, const float16*, float* packed) {
 
 // Keys as floats [head_dim][kTile], those of the vectors that hold `seen`.
 template <typename T>
-__attribute__((noinline)) void pack_keys(const TileRows<T>& tile, Range seen, int64_t head_dim, float* packed) {
+void pack_keys(const TileRows<T>& tile, Range seen, int64_t head_dim, float* packed) {
     constexpr int parts = sizeof(Words) / sizeof(T) / kLanes;  // numbers in a word
     for (int64_t key = seen.begin / kLanes * kLanes; key < seen.end; key += kLanes) {
         const T* const* rows = tile.keys + key;
@@ -193,7 +212,8 @@ inline void add_block(const float* weights, const V* const* values, int64_t dim,
 }
 
 template <int ROWS>
-__attribute__((noinline)) void score_rows(const float* queries, int64_t padded_dim, const float* keys, int64_t head_dim, Range seen, float* scores) {
+void score_rows(const float* queries, int64_t padded_dim, const float* keys, int64_t head_dim, Range seen,
+                float* scores) {
     int64_t key = seen.begin / kLanes * kLanes;
     for (; key + (kVectors - 1) * kLanes < seen.end; key += kVectors * kLanes)
         score_block<ROWS, kVectors>(queries, padded_dim, keys + key, head_dim, scores + key);
@@ -210,8 +230,8 @@ void add_rows(const float* weights, const V* const* values, int64_t padded_dim, 
 }
 
 // Scores of up to kMaxBlockRows queries with the keys that one of them sees, [rows][kTile].
-inline void score(int64_t rows, const float* queries, int64_t padded_dim, const float* keys, int64_t head_dim, Range seen,
-                  float* scores) {
+inline void score(int64_t rows, const float* queries, int64_t padded_dim, const float* keys, int64_t head_dim,
+                  Range seen, float* scores) {
     switch (rows) {
         case 1: return score_rows<1>(queries, padded_dim, keys, head_dim, seen, scores);
         case 2: return score_rows<2>(queries, padded_dim, keys, head_dim, seen, scores);
@@ -283,7 +303,7 @@ struct States {
 
 // Turns final scores [rows][kTile] of the keys in `computed`, whole vectors, into softmax weights, not yet divided and
 // relative to the largest score so far, and brings what the rows have of earlier tiles to the same reference.
-__attribute__((noinline)) inline void weigh(int64_t rows, float* scores, Range computed, const States& states) {
+inline void weigh(int64_t rows, float* scores, Range computed, const States& states) {
     float before[kMaxBlockRows];
     for (int64_t row = 0; row < rows; ++row) {
         Floats top = broadcast(states.largest(row));

@@ -95,75 +95,75 @@ inline Scales read_scales(const PackedPart& part, const uint8_t* group, int64_t 
     return scales;
 }
 
-// Words of codes to numbers. A code is put into the last bits of a float that is a power of two large enough, and that
-// power taken off again: a logic and an addition, which do not compete with the multiplications.
-template <Storage storage>
-class Codes {
+// The lowest four bits of words as a number: 0 to 15, or -8 to 7 where there are no offsets.
+class LowestCodes {
 public:
-    explicit Codes(const PackedPart& part) {
-        const int zero = storage == Storage::int8 ? 128 : part.has_offsets ? 0 : 8;
-        for (int place = 0; place < kPlaces; ++place)
-            power_and_zero_[place] = static_cast<float>((1 << (23 - place * kBits)) + zero);
+#if defined(__AVX512F__)
+    explicit LowestCodes(const PackedPart& part) {
+        for (int code = 0; code < 16; ++code) table_[code] = static_cast<float>(part.has_offsets ? code : code - 8);
     }
+    // A permutation looks at the lowest four bits alone.
+    Floats of(Words words) const { return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words), table_); }
 
-    // data: words of the tile's first column; the first code of the first word is the first of count.
-    template <typename Sink>
-    inline __attribute__((always_inline)) void read(const uint8_t* data, int64_t count, const Scales& scales,
-                                                    Sink& sink) const {
-        for (; count >= kStep; count -= kStep, data += kStep / kPerWord * kBlockColumns * 4) {
-            Words words[2];
-            Floats now[2], next[2];
-#pragma GCC unroll 8
-            for (int j = 0; j < kStep; ++j) {
-                for (int i = 0; i < 2; ++i) {
-                    if (j % kPerWord == 0)
-                        words[i] = read_as<Words>(data + (j / kPerWord * kBlockColumns + i * kLanes) * 4);
-                    if (j % kPerWord == kPlaces) words[i] >>= kPlaces * kBits;
-                    next[i] = number(words[i], j % kPerWord % kPlaces, scales, i);
-                }
-                // One step behind, so that the multiplications do not wait for what has just been begun.
-                if (j > 0) sink.add(j - 1, now[0], now[1]);
-                for (int i = 0; i < 2; ++i) now[i] = next[i];
-            }
-            sink.add(kStep - 1, now[0], now[1]);
-            sink.advance();
-        }
-        if (count > 0) {
-            for (int64_t j = 0; j < count; ++j) {
-                const uint8_t* words = data + j / kPerWord * kBlockColumns * 4;
-                const uint32_t shift = static_cast<uint32_t>(j % kPerWord * kBits);
-                sink.add(j, number(read_as<Words>(words) >> shift, 0, scales, 0),
-                         number(read_as<Words>(words + 4 * kLanes) >> shift, 0, scales, 1));
-            }
-            sink.advance();
-        }
+private:
+    Floats table_;
+#else
+    explicit LowestCodes(const PackedPart& part) : zero_(part.has_offsets ? 0.0f : 8.0f) {}
+    Floats of(Words words) const {
+        const Words codes = words & 15u;
+        return __builtin_convertvector(read_as<Ints>(&codes), Floats) - zero_;
     }
 
 private:
-    static constexpr int kPerWord = codes_per_word(storage), kBits = 32 / kPerWord;
-    // Codes of a word that lie within the 23 bits of a float's fraction.
-    static constexpr int kPlaces = 23 / kBits;
-
-    inline __attribute__((always_inline)) Floats number(Words words, int place, const Scales& scales, int i) const {
-        const uint32_t mask = ((1u << kBits) - 1) << (place * kBits), power = (150u - place * kBits) << 23;
-        const Words bits = (words & mask) + power;
-        return scaled(read_as<Floats>(&bits) - power_and_zero_[place], scales.scale[i], scales.offset[i]);
-    }
-
-    float power_and_zero_[kPlaces];
+    float zero_;
+#endif
 };
+
+template <typename Sink>
+inline __attribute__((always_inline)) void read_words(const LowestCodes& lowest, const uint8_t* data, int64_t count,
+                                                      const Scales& scales, Sink& sink) {
+    for (; count > 0; count -= kStep, data += kBlockColumns * 4) {
+        const int64_t now = count < kStep ? count : kStep;
+        Words words[2] = {read_as<Words>(data), read_as<Words>(data + 4 * kLanes)};
+        for (int64_t j = 0; j < now; ++j) {
+            sink.add(j, scaled(lowest.of(words[0]), scales.scale[0], scales.offset[0]),
+                     scaled(lowest.of(words[1]), scales.scale[1], scales.offset[1]));
+            words[0] >>= 4;
+            words[1] >>= 4;
+        }
+        sink.advance();
+    }
+}
+
+template <typename Sink>
+inline __attribute__((always_inline)) void read_bytes(const int8_t* data, int64_t count, const Scales& scales,
+                                                      Sink& sink) {
+    for (; count > 0; count -= kStep) {
+        const int64_t now = count < kStep ? count : kStep;
+        for (int64_t j = 0; j < now; ++j, data += kBlockColumns)
+            sink.add(j, scaled(load(data), scales.scale[0], scales.offset[0]),
+                     scaled(load(data + kLanes), scales.scale[1], scales.offset[1]));
+        sink.advance();
+    }
+}
 
 template <Storage storage, typename Sink>
 inline __attribute__((always_inline)) void read_groups(const PackedPart& part, const uint8_t* block, int64_t column,
                                                        int64_t begin, int64_t end, Sink& sink) {
-    const Codes<storage> codes(part);
+    const LowestCodes lowest(part);
     int64_t index = begin / part.group_size;
     for (int64_t k = begin; k < end; ++index) {
         const uint8_t* group = block + index * part.group_bytes;
         const int64_t group_begin = index * part.group_size, group_end = group_begin + part.group_size;
         const int64_t last = group_end < end ? group_end : end;
-        const int64_t word = (k - group_begin) / codes_per_word(storage) * kBlockColumns + column;
-        codes.read(group + codes_offset(part) + 4 * word, last - k, read_scales(part, group, column), sink);
+        const uint8_t* codes = group + codes_offset(part);
+        const Scales scales = read_scales(part, group, column);
+        if constexpr (storage == Storage::int8)
+            read_bytes(reinterpret_cast<const int8_t*>(codes) + (k - group_begin) * kBlockColumns + column, last - k,
+                       scales, sink);
+        else
+            read_words(lowest, codes + ((k - group_begin) / kCodesPerWord * kBlockColumns + column) * 4, last - k,
+                       scales, sink);
         k = last;
     }
 }

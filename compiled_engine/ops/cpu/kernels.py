@@ -18,7 +18,7 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16
 class AttentionLayer(ctypes.Structure):
     """What a layer computes, as ``attention.cpp`` reads it. Nothing about its cache, which may be bound anew."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes wants a plain list
+    _fields_ = [
         ("num_kv_heads", _SIZE),
         ("queries_per_kv", _SIZE),
         ("head_dim", _SIZE),
@@ -42,7 +42,7 @@ class AttentionLayer(ctypes.Structure):
 class AttentionStep(ctypes.Structure):
     """The requests of a step, as ``attention.cpp`` reads them: addresses of int32 arrays that somebody else keeps."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes wants a plain list
+    _fields_ = [
         ("query_start_loc", _POINTER),
         ("seq_lens", _POINTER),
         ("block_table", _POINTER),

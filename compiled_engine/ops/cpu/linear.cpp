@@ -8,7 +8,9 @@
 #include "tile.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
+#include <new>
 
 namespace {
 
@@ -16,6 +18,10 @@ namespace {
 constexpr int64_t kPrefetchDistance = 3072;
 // Panels of one task: their input for a chunk and their sums stay in the second-level cache.
 constexpr int64_t kMaxGroupPanels = 192 / kMaxPanelRows;
+// Units of one task share the input that is in that cache; there are enough tasks for threads to end together.
+constexpr int64_t kMaxTaskUnits = 4, kTasksPerThread = 8;
+// Most rows that are multiplied straight from the packed numbers: making those takes registers too.
+constexpr int64_t kMaxFewRows = kMaxPanelRows == 12 ? 12 : 4;
 
 struct Call {
     const void* input;
@@ -182,8 +188,20 @@ void few_rows(const Call& call, int64_t unit, const PackedInput& input) {
 
 // Units and panels that are computed together.
 struct Task {
-    int64_t first_unit, last_unit, first_panel, last_panel;
+    int64_t first_unit, num_units, first_panel, last_panel, first_row, num_rows;
+
+    // Of the block and the unit that hold it among the task's sums, [unit][panel][block][row][kBlockColumns].
+    int64_t first_sum(int64_t unit, const Panel& panel, int64_t block, int64_t num_blocks) const {
+        return (num_blocks * (unit * num_rows + panel.first_row - first_row) + block * panel.rows) * kBlockColumns;
+    }
 };
+
+Task make_task(int64_t first_unit, int64_t last_unit, int64_t first_panel, int64_t last_panel, int64_t num_rows) {
+    const int64_t first_row = panel_at(first_panel, num_rows).first_row;
+    const Panel last = panel_at(last_panel - 1, num_rows);
+    return {first_unit, last_unit - first_unit, first_panel, last_panel, first_row,
+            last.first_row + last.rows - first_row};
+}
 
 // The numbers of a chunk of a block as floats: in place, or made in a buffer.
 const float* chunk_floats(const Block& block, int64_t begin, int64_t end, float* buffer) {
@@ -193,40 +211,32 @@ const float* chunk_floats(const Block& block, int64_t begin, int64_t end, float*
     return buffer;
 }
 
-// Many panels: the numbers of a chunk are made once for all panels, and the memory of the next chunk is fetched
-// meanwhile.
+// Many panels: the numbers of a chunk are made once for all of them, and the block's next chunk is fetched meanwhile.
 template <typename T>
 void many_rows(const Call& call, const Task& task, const PackedInput& input, Scratch& scratch) {
     const int64_t in_features = call.header.in_features, num_blocks = call.blocks_per_unit();
-    const int64_t first_row = panel_at(task.first_panel, call.num_rows).first_row;
-    const Panel last_panel = panel_at(task.last_panel - 1, call.num_rows);
-    const int64_t sums_of_panels = (last_panel.first_row + last_panel.rows - first_row) * kBlockColumns;
-    float* buffer = scratch.floats(kChunk * kBlockColumns +
-                                   (task.last_unit - task.first_unit) * num_blocks * sums_of_panels);
+    float* buffer = scratch.floats((kChunk + task.num_units * num_blocks * task.num_rows) * kBlockColumns);
     float* sums = buffer + kChunk * kBlockColumns;
     const PackedPart floats{};
-    for (int64_t unit = task.first_unit; unit < task.last_unit; ++unit) {
-        Block blocks[2];
-        find_blocks(call, unit, blocks);
-        for (int64_t k = 0; k < in_features; k += kChunk) {
-            const int64_t end = std::min(in_features, k + kChunk);
-            for (int64_t i = 0; i < num_blocks; ++i) {
-                const Block& block = blocks[i];
-                const float* numbers = chunk_floats(block, k, end, buffer);
-                const int64_t bytes = block.part.block_bytes * (end - k) / in_features;
-                Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
-                                  divide_up(bytes * kStep, (end - k) * (task.last_panel - task.first_panel))};
-                for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
-                    const Panel panel = panel_at(index, call.num_rows);
-                    float* its_sums =
-                        sums + (num_blocks * (panel.first_row - first_row) + i * panel.rows) * kBlockColumns;
-                    tile_function(Storage::float32, panel.rows)(
-                        {floats, reinterpret_cast<const uint8_t*>(numbers), 0, end - k, input.at(panel, k), its_sums,
-                         k == 0, prefetch});
-                    prefetch.next += prefetch.bytes_per_step * divide_up(end - k, kStep);
-                    if (end == in_features && i + 1 == num_blocks)
-                        finish<T>(call, blocks, panel, its_sums - i * panel.rows * kBlockColumns);
-                }
+    for (int64_t k = 0; k < in_features; k += kChunk) {
+        const int64_t end = std::min(in_features, k + kChunk), steps = divide_up(end - k, kStep);
+        for (int64_t item = 0; item < task.num_units * num_blocks; ++item) {
+            const int64_t unit = item / num_blocks, i = item % num_blocks;
+            Block blocks[2];
+            find_blocks(call, task.first_unit + unit, blocks);
+            const Block& block = blocks[i];
+            const float* numbers = chunk_floats(block, k, end, buffer);
+            const int64_t bytes = block.part.block_bytes * (end - k) / in_features;
+            Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
+                              divide_up(bytes, steps * (task.last_panel - task.first_panel))};
+            for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
+                const Panel panel = panel_at(index, call.num_rows);
+                float* its_sums = sums + task.first_sum(unit, panel, i, num_blocks);
+                tile_function(Storage::float32, panel.rows)({floats, reinterpret_cast<const uint8_t*>(numbers), 0,
+                                                             end - k, input.at(panel, k), its_sums, k == 0, prefetch});
+                prefetch.next += prefetch.bytes_per_step * steps;
+                if (end == in_features && i + 1 == num_blocks)
+                    finish<T>(call, blocks, panel, sums + task.first_sum(unit, panel, 0, num_blocks));
             }
         }
     }
@@ -255,16 +265,23 @@ void linear_of_many_rows(const Call& call, int threads) {
     PackedInput input{nullptr, call.num_rows, call.header.in_features};
     input.data = input_scratch.floats(input.num_floats());
     const int64_t panels = num_panels(call.num_rows), num_groups = divide_up(panels, kMaxGroupPanels);
+    const int64_t num_units = call.num_units();
+    const int64_t units_per_task =
+        std::clamp<int64_t>(num_units * num_groups / (threads * kTasksPerThread), 1, kMaxTaskUnits);
+    const int64_t num_tasks = divide_up(num_units, units_per_task) * num_groups;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t index = 0; index < panels; ++index)
             pack_panel<T>(call, panel_at(index, call.num_rows), input);
 #pragma omp for schedule(dynamic) nowait
-        for (int64_t index = 0; index < call.num_units() * num_groups; ++index) {
-            const int64_t unit = index / num_groups, group = index % num_groups;
-            many_rows<T>(call, {unit, unit + 1, panels * group / num_groups, panels * (group + 1) / num_groups}, input,
-                         block_scratch);
+        for (int64_t index = 0; index < num_tasks; ++index) {
+            // Tasks with the same weights follow one another.
+            const int64_t unit = index / num_groups * units_per_task, group = index % num_groups;
+            many_rows<T>(call,
+                         make_task(unit, std::min(num_units, unit + units_per_task), panels * group / num_groups,
+                                   panels * (group + 1) / num_groups, call.num_rows),
+                         input, block_scratch);
         }
     }
 }
@@ -274,10 +291,16 @@ constexpr int64_t kSmallBytes = 32 << 10, kSmallProducts = 128 << 10;
 
 template <typename T>
 void linear(const Call& call) {
+    // Callers check this; what does not is told by every number.
+    if (call.gated() && !call.header.halves_match) {
+        std::fill_n(static_cast<T*>(call.out), call.num_rows * call.out_columns(),
+                    from_float<T>(std::numeric_limits<float>::quiet_NaN()));
+        return;
+    }
     const int64_t products = call.num_rows * call.header.in_features * call.header.out_features;
     const bool is_small = call.header.num_bytes < kSmallBytes && products < kSmallProducts;
     const int threads = is_small ? 1 : num_threads();
-    if (num_panels(call.num_rows) == 1)
+    if (call.num_rows <= kMaxFewRows)
         linear_of_few_rows<T>(call, threads);
     else
         linear_of_many_rows<T>(call, threads);

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from compiled_engine.ops.cpu.packing import packed_shape
+from compiled_engine.ops.cpu.packing import can_gate, packed_shape
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = [_POINTER, _SIZE, _SIZE, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
@@ -88,6 +88,8 @@ class PackedLinear:
 def _out_columns(packed: torch.Tensor, out_features: int, activation: Activation) -> int:
     if not activation.gated:
         return out_features
+    if not can_gate(packed):
+        raise ValueError(f"{activation.name} needs gate and up as parts of equal size of the packed weight")
     return out_features // 2
 
 

@@ -111,7 +111,16 @@ inline Floats load(const float16* from) {
     return wide;
 #endif
 }
-inline Floats load(const int8_t* from) { return __builtin_convertvector(read_as<SignedBytes>(from), Floats); }
+inline Floats load(const int8_t* from) {
+    // GCC makes many instructions of the conversion from bytes.
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read_as<__m128i>(from)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(read_as<SignedBytes>(from), Floats);
+#endif
+}
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 inline void store(bfloat16* to, Floats values) {

@@ -6,16 +6,16 @@
 //
 //   float32, float16   [k][column]
 //   bfloat16           [k / 2][column][2]; a missing last k is zero
-//   int8, int4         per group of k: scales [column], offsets [column] if the part has them, words of codes
-//                      A 32-bit word holds 4 or 8 neighbouring k of a column, the first in its lowest bits:
-//                      [k / 4][column] or [k / 8][column]; missing last codes are zero. Codes of int8 lie 128 higher.
+//   int8, int4         per group of k: scales [column], offsets [column] if the part has them, codes
+//                      codes of int8: [k][column]; codes of int4: a 32-bit word holds 8 neighbouring k of a column, the
+//                      first in its lowest bits: [k / 8][column], missing last codes are zero
 #pragma once
 
 #include "numbers.h"
 
 namespace {
 
-constexpr int64_t kBlockColumns = 32, kBufferAlignment = 64;
+constexpr int64_t kBlockColumns = 32, kCodesPerWord = 8, kBufferAlignment = 64;
 constexpr uint32_t kPackedMagic = 0x31575043;
 
 enum class Storage : int32_t { float32 = 0, bfloat16 = 1, float16 = 2, int8 = 3, int4 = 4 };
@@ -27,7 +27,10 @@ enum class ElementType : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 struct PackedHeader {
     uint32_t magic;
     int32_t num_parts;
-    int64_t in_features, out_features, num_blocks, num_bytes, unused[3];
+    int64_t in_features, out_features, num_blocks, num_bytes;
+    // Whether both halves of the rows are cut into blocks alike, so that one can be the gate of the other.
+    int64_t halves_match;
+    int64_t unused[2];
 };
 
 struct PackedPart {
@@ -47,8 +50,6 @@ inline int64_t round_up(int64_t value, int64_t to) { return divide_up(value, to)
 
 inline bool is_quantized(Storage storage) { return storage == Storage::int8 || storage == Storage::int4; }
 
-constexpr int64_t codes_per_word(Storage storage) { return storage == Storage::int8 ? 4 : 8; }
-
 // Bytes of scales, or of offsets, of one group of a block.
 inline int64_t scale_bytes(const PackedPart& part) {
     return kBlockColumns * (part.scale_type == ElementType::float16 ? 2 : 4);
@@ -63,7 +64,8 @@ inline int64_t code_bytes(Storage storage, int64_t count) {
         case Storage::float32: return count * kBlockColumns * 4;
         case Storage::bfloat16: return round_up(count, 2) * kBlockColumns * 2;
         case Storage::float16: return count * kBlockColumns * 2;
-        default: return divide_up(count, codes_per_word(storage)) * kBlockColumns * 4;
+        case Storage::int8: return count * kBlockColumns;
+        default: return divide_up(count, kCodesPerWord) * kBlockColumns * 4;
     }
 }
 

@@ -1,5 +1,6 @@
 // Packing weights into the layout of packed_weight.h, and back.
 #include "block_numbers.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <vector>
@@ -42,31 +43,29 @@ void transpose_pairs(const uint16_t* from, int64_t row_stride, int64_t rows, int
     }
 }
 
-// Codes of one byte each, the first in the lowest byte, as the word that holds them.
-template <Storage storage>
+// Eight codes of one byte each, the first in the lowest byte, as one word.
 inline uint32_t pack_codes(uint64_t codes) {
-    if (storage == Storage::int8) return static_cast<uint32_t>(codes) ^ 0x80808080u;
     codes &= 0x0f0f0f0f0f0f0f0f;
     codes = (codes | codes >> 4) & 0x00ff00ff00ff00ff;
     codes = (codes | codes >> 8) & 0x0000ffff0000ffff;
     return static_cast<uint32_t>(codes | codes >> 16);
 }
 
-template <Storage storage>
+// As transpose, with a word for every kCodesPerWord codes.
 void pack_words(const uint8_t* from, int64_t row_stride, int64_t rows, int64_t count, uint8_t* to) {
-    constexpr int64_t kPerWord = codes_per_word(storage), kTile = 512;
+    constexpr int64_t kTile = 512;
     for (int64_t begin = 0; begin < count; begin += kTile) {
         const int64_t end = std::min(count, begin + kTile);
         for (int64_t row = 0; row < kBlockColumns; ++row)
-            for (int64_t k = begin; k < end; k += kPerWord) {
+            for (int64_t k = begin; k < end; k += kCodesPerWord) {
                 uint64_t codes = 0;
                 const uint8_t* place = from + row * row_stride + k;
-                if (row < rows && k + kPerWord <= end)
-                    std::memcpy(&codes, place, kPerWord);
+                if (row < rows && k + kCodesPerWord <= end)
+                    std::memcpy(&codes, place, kCodesPerWord);
                 else if (row < rows)
                     for (int64_t j = 0; j < end - k; ++j) codes |= static_cast<uint64_t>(place[j]) << (8 * j);
-                const uint32_t word = pack_codes<storage>(codes);
-                std::memcpy(to + (k / kPerWord * kBlockColumns + row) * sizeof(word), &word, sizeof(word));
+                const uint32_t word = pack_codes(codes);
+                std::memcpy(to + (k / kCodesPerWord * kBlockColumns + row) * sizeof(word), &word, sizeof(word));
             }
     }
 }
@@ -97,9 +96,9 @@ void pack_groups(const PartSource& source, const PackedPart& part, int64_t in_fe
                         block + scale_bytes(part));
         const uint8_t* codes = source.numbers + first_row * source.row_stride + index * part.group_size;
         if (part.storage == Storage::int8)
-            pack_words<Storage::int8>(codes, source.row_stride, rows, part.group_size, block + codes_offset(part));
+            transpose(codes, source.row_stride, rows, part.group_size, block + codes_offset(part));
         else
-            pack_words<Storage::int4>(codes, source.row_stride, rows, part.group_size, block + codes_offset(part));
+            pack_words(codes, source.row_stride, rows, part.group_size, block + codes_offset(part));
     }
 }
 
@@ -123,7 +122,7 @@ void pack_block(const PartSource& source, const PackedPart& part, int64_t in_fea
 std::vector<PackedPart> lay_out(const PartSource* sources, int64_t num_parts, int64_t in_features,
                                 PackedHeader* header) {
     std::vector<PackedPart> parts;
-    *header = {kPackedMagic, static_cast<int32_t>(num_parts), in_features, 0, 0, 0, {}};
+    *header = {kPackedMagic, static_cast<int32_t>(num_parts), in_features, 0, 0, 0, 0, {}};
     header->num_bytes = sizeof(PackedHeader) + num_parts * sizeof(PackedPart);
     for (int64_t index = 0; index < num_parts; ++index) {
         const PartSource& source = sources[index];
@@ -140,21 +139,29 @@ std::vector<PackedPart> lay_out(const PartSource* sources, int64_t num_parts, in
     return parts;
 }
 
-}  // namespace
-
-extern "C" int64_t packed_weight_bytes(const PartSource* sources, int64_t num_parts, int64_t in_features) {
-    PackedHeader header;
-    lay_out(sources, num_parts, in_features, &header);
-    return header.num_bytes;
+// packed: a buffer whose header and parts are written.
+bool halves_match(const uint8_t* packed, const PackedHeader& header) {
+    if (header.num_blocks % 2 || header.out_features % 2) return false;
+    for (int64_t index = 0; index < header.num_blocks / 2; ++index) {
+        const Block first = find_block(packed, index), second = find_block(packed, index + header.num_blocks / 2);
+        if (second.first_row - first.first_row != header.out_features / 2 || second.rows != first.rows) return false;
+    }
+    return true;
 }
 
-// out: packed_weight_bytes() bytes, aligned to kBufferAlignment.
-extern "C" void pack_weight(const PartSource* sources, int64_t num_parts, int64_t in_features, uint8_t* out) {
+}  // namespace
+
+// Returns the bytes that the packed weight takes; writes it only if these are num_bytes, what out has room for. out is
+// aligned to kBufferAlignment.
+extern "C" int64_t pack_weight(const PartSource* sources, int64_t num_parts, int64_t in_features, uint8_t* out,
+                               int64_t num_bytes) {
     PackedHeader header;
     const std::vector<PackedPart> parts = lay_out(sources, num_parts, in_features, &header);
-    std::memcpy(out, &header, sizeof(header));
+    if (header.num_bytes != num_bytes) return header.num_bytes;
     std::memcpy(out + sizeof(header), parts.data(), parts.size() * sizeof(PackedPart));
-#pragma omp parallel
+    header.halves_match = halves_match(out, header);
+    std::memcpy(out, &header, sizeof(header));
+#pragma omp parallel num_threads(num_threads())
     for (int64_t index = 0; index < num_parts; ++index) {
         const PackedPart& part = parts[index];
         uint8_t* data = out + part.data_offset;
@@ -165,12 +172,13 @@ extern "C" void pack_weight(const PartSource* sources, int64_t num_parts, int64_
 #pragma omp single nowait
         std::memset(data + used, 0, round_up(used, kBufferAlignment) - used);
     }
+    return header.num_bytes;
 }
 
 // out: float [out_features, in_features].
 extern "C" void unpack_weight(const uint8_t* packed, float* out) {
     const PackedHeader header = read_header(packed);
-#pragma omp parallel
+#pragma omp parallel num_threads(num_threads())
     {
         std::vector<float> floats(header.in_features * kBlockColumns);
 #pragma omp for schedule(dynamic)

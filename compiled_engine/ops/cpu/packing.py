@@ -14,7 +14,7 @@ WeightPart = torch.Tensor | QuantizedRows
 
 ALIGNMENT = 64
 _MAGIC = 0x31575043
-_BLOCK_ROWS, _WORD_BYTES = 32, 4
+_BLOCK_ROWS, _CODES_PER_WORD = 32, 8
 _HEADER_BYTES, _PART_BYTES = 64, 64
 _ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 3, 4
@@ -45,6 +45,7 @@ class _Header(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
         ("num_bytes", ctypes.c_int64),
+        ("halves_match", ctypes.c_int64),
     )
 
 
@@ -73,9 +74,11 @@ def pack_into(parts: Sequence[WeightPart], out: torch.Tensor, library: ctypes.CD
     dense = [_dense(part) for part in parts]
     sources = (_PartSource * len(dense))(*map(_source, dense))
     function = library.pack_weight
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    function.restype = None
-    function(ctypes.addressof(sources), len(dense), parts[0].shape[1], out.data_ptr())
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = ctypes.c_int64
+    needed = function(ctypes.addressof(sources), len(dense), parts[0].shape[1], out.data_ptr(), num_bytes)
+    if needed != num_bytes:
+        raise RuntimeError(f"packing.py and packing.cpp differ: {num_bytes} and {needed} bytes for one weight")
 
 
 def unpack(packed: torch.Tensor, library: ctypes.CDLL) -> torch.Tensor:
@@ -111,6 +114,15 @@ def _header(packed: torch.Tensor) -> _Header:
     return header
 
 
+def can_gate(packed: torch.Tensor) -> bool:
+    """Whether the first half of a packed weight's rows can be the gate of the second half: both are packed alike.
+
+    So it is when gate and up are parts of their own, or one part whose half is a multiple of 32 rows.
+    """
+    packed_shape(packed)
+    return bool(_Header.from_address(packed.data_ptr()).halves_match)
+
+
 def check_parts(parts: Sequence[WeightPart]) -> None:
     """Raise ``ValueError`` unless ``parts`` can be packed into one weight."""
     if not parts:
@@ -118,7 +130,9 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
     for part in parts:
         (_check_quantized if isinstance(part, QuantizedRows) else _check_dense)(part)
         if part.shape[1] != parts[0].shape[1]:
-            raise ValueError(f"parts of one weight have one number of inputs, not {parts[0].shape[1]} and {part.shape[1]}")
+            raise ValueError(
+                f"parts of one weight have one number of inputs, not {parts[0].shape[1]} and {part.shape[1]}"
+            )
 
 
 def _check_dense(part: torch.Tensor) -> None:
@@ -186,7 +200,7 @@ def _data_bytes(part: WeightPart, in_features: int) -> int:
     if not isinstance(part, QuantizedRows):
         even = _round_up(in_features, 2) if part.dtype is torch.bfloat16 else in_features
         return blocks * _BLOCK_ROWS * even * part.element_size()
-    codes = _round_up(part.group_size * part.bits, 8 * _WORD_BYTES) // 8
+    codes = part.group_size if part.bits == 8 else _round_up(part.group_size, _CODES_PER_WORD) // 2
     scales = part.scales.element_size() * (1 if part.offsets is None else 2)
     return blocks * _BLOCK_ROWS * part.scales.shape[1] * (codes + scales)
 

@@ -282,6 +282,32 @@ def test_top_p_goes_by_logits_where_weights_are_equal(sampler: CpuSampler) -> No
         assert set(tokens) == set(range(10))
 
 
+def test_top_p_stops_where_it_is_reached_exactly(sampler: CpuSampler) -> None:
+    """Weights of 1, whose sums are exact: half of the mass is half of the tokens."""
+    for function in (sampler.sample, sample):
+        for logits in (torch.zeros(1000), torch.arange(1000.0).flip(0)):
+            tokens = function(*exact_rows(logits, {"temperature": 1e20, "top_p": 0.5}, 4000)).token_ids
+            assert max(tokens) == 499
+
+
+def test_each_filter_works_on_what_the_one_before_left(sampler: CpuSampler) -> None:
+    """Logits 0, -0.1, -0.2 and so on, in any order: min_p=0.5 keeps 7, half of whose mass is that of the first 3."""
+    order = torch.from_numpy(np.random.default_rng(1).permutation(2000))
+    logits = torch.empty(2000)
+    logits[order] = -0.1 * torch.arange(2000.0)
+    for row, num_kept in (
+        ({"min_p": 0.5, "top_k": 10}, 7),
+        ({"min_p": 0.5, "top_k": 100}, 7),
+        ({"min_p": 0.5, "top_k": 5}, 5),
+        ({"min_p": 0.01, "top_k": 30}, 30),
+        ({"min_p": 0.5, "top_p": 0.5}, 3),
+        ({"top_k": 7, "top_p": 0.5}, 3),
+        ({"min_p": 0.5, "top_k": 100, "top_p": 0.5}, 3),
+    ):
+        for function in (sampler.sample, sample):
+            assert set(function(*exact_rows(logits, row, 600)).token_ids) == set(order[:num_kept].tolist())
+
+
 def test_top_k_keeps_all_that_equal_the_last(sampler: CpuSampler) -> None:
     logits = torch.zeros(400)
     logits[[7, 300]] = 2.0
