@@ -61,8 +61,8 @@ class LogitsRunner(CpuRunner):
 
     @property
     def weight_bytes(self) -> int | None:
-        """Bytes of the weights as the runner's ledger has them, which are the checkpoint's: None where the runner stores
-        them in another form."""
+        """Bytes of the weights as the runner's ledger has them, which are the checkpoint's; None where the runner keeps
+        another form of them."""
         if self.config.quantization is not None:
             return None
         return next(phase.num_bytes for phase in self.ledger.phases if phase.name == "weights")

@@ -1,7 +1,8 @@
 """The engines that can be measured side by side, and the environments they live in.
 
 To measure another engine, or this one with other settings, add an entry here; for a new engine, also a file in
-``engines/``.
+``engines/``. Workers see that folder and no other of this project: engines look for optional packages, such as
+``kernels``, and must not find a benchmark of the same name.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ LLAMA_CPP = ROOT / ".venv-llamacpp" / "bin" / "python"
 ENGINES = {
     entry.name: entry
     for entry in (
-        EngineEntry(OURS, "engines.compiled_engine_steps", MAIN),
-        EngineEntry(REFERENCE, "engines.transformers_generate", MAIN),
-        EngineEntry("transformers-cb", "engines.transformers_batching", MAIN),
-        EngineEntry("vllm-float32", "engines.vllm_steps", VLLM, {"dtype": "float32"}, vllm_variables),
-        EngineEntry("vllm-bfloat16", "engines.vllm_steps", VLLM, {"dtype": "bfloat16"}, vllm_variables),
-        EngineEntry("llama.cpp", "engines.llama_cpp_batches", LLAMA_CPP, needs_gguf=True),
+        EngineEntry(OURS, "compiled_engine_steps", MAIN),
+        EngineEntry(REFERENCE, "transformers_generate", MAIN),
+        EngineEntry("transformers-cb", "transformers_batching", MAIN),
+        EngineEntry("vllm-float32", "vllm_steps", VLLM, {"dtype": "float32"}, vllm_variables),
+        EngineEntry("vllm-bfloat16", "vllm_steps", VLLM, {"dtype": "bfloat16"}, vllm_variables),
+        EngineEntry("llama.cpp", "llama_cpp_batches", LLAMA_CPP, needs_gguf=True),
     )
 }

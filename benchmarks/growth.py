@@ -32,6 +32,7 @@ from compiled_engine.engine.completion import Completion
 from compiled_engine.engine.core import Engine
 from compiled_engine.engine.sampling_params import SamplingParams
 from compiled_engine.engine.scheduler import Scheduler
+from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.runners import cpu
 from plots import Axis, Series, line_plot, page
 from report_tables import Figure
@@ -58,7 +59,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "inputs": ((cpu, "build_step_inputs"),),
     "layers": ((CompiledModel, "hidden_states"),),
     "logits": ((CompiledModel, "logits"),),
-    "sampling": ((cpu, "sample"),),
+    "sampling": ((CpuSampler, "sample"),),
     "output text": ((Completion, "accept"),),
 }
 REST = "rest"

@@ -56,7 +56,7 @@ def find_model_files(model: str | None) -> ModelFiles:
         return ModelFiles(Path(folder), None)
     unpacked = CACHE / f"{gguf_file.stem}-{_sha256(gguf_file)[:16]}"
     if not unpacked.is_dir():
-        _run([sys.executable, str(HERE / "reference_model.py"), str(gguf_file), str(unpacked)])
+        _run([sys.executable, str(HERE / "engines" / "reference_model.py"), str(gguf_file), str(unpacked)])
     return ModelFiles(unpacked, gguf_file)
 
 

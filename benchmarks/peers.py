@@ -8,6 +8,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent / "engines"))
 
 from catalogue import ENGINES
 from side_by_side import main

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from task import Report, Task, read_report, write_json
 
 from bar_chart import svg
 from busy import BusyClock
@@ -34,7 +35,6 @@ from catalogue import ENGINES, REFERENCE, EngineEntry
 from model_files import HERE, ModelFiles, find_model_files
 from report_tables import number, rate_figures, show, single_figures
 from summary import Summary, compare_texts, summarise
-from task import Report, Task, read_report, write_json
 
 LONG_PROMPT_TOKENS = 512
 
@@ -164,7 +164,7 @@ def run_worker(entry: EngineEntry, shared: Task) -> Measured | None:
     """Measure one engine in a new process. None when it failed; what it said is on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         task_path, report_path = Path(folder) / "task.json", Path(folder) / "report.json"
-        command = [str(entry.python), str(HERE / "worker.py"), str(task_path), str(report_path)]
+        command = [str(entry.python), str(HERE / "engines" / "worker.py"), str(task_path), str(report_path)]
         clock = BusyClock.start()
         write_json(task_path, shared.for_engine(entry.module, dict(entry.options), time.monotonic()))
         finished = subprocess.run(

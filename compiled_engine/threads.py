@@ -50,9 +50,7 @@ def _quota(system: Path) -> float | None:
     limits = [_read_quota((groups / "cpu.max").read_text().split())] if (groups / "cpu.max").is_file() else []
     old = groups / "cpu"
     if (old / "cpu.cfs_quota_us").is_file():
-        limits.append(
-            _read_quota([(old / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")])
-        )
+        limits.append(_read_quota([(old / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]))
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None
 

@@ -20,8 +20,8 @@ from compiled_engine.compile.plan import (
 )
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
-from compiled_engine.ops.linear import PACKED_HEAD_BYTES
 from compiled_engine.ops.attention import PagedAttention, attend
+from compiled_engine.ops.linear import PACKED_HEAD_BYTES
 
 Values = list[torch.Tensor | None]
 
@@ -71,7 +71,7 @@ class CompiledModel:
     def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Last hidden states of this step's tokens, [1, num_tokens, hidden_size].
 
-        input_ids, positions: int64 [num_tokens], at least two rows (pad one row to two). Must run inside
+        input_ids, positions: int64 [num_tokens]. Must run inside
         ``set_forward_context``: that is where attention finds slots and block tables.
         """
         values = self._initial.copy()
@@ -86,7 +86,7 @@ class CompiledModel:
         return hidden
 
     def logits(self, hidden_states: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] of the rows ``logits_indices`` (int64 [num_rows], at least two)."""
+        """Logits [num_rows, vocab_size] of the rows ``logits_indices`` (int64 [num_rows])."""
         values = self._initial.copy()
         values[self._hidden], values[self._logits_indices] = hidden_states, logits_indices
         self._head.run(values)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
 from compiled_engine.errors import PlanError
-from compiled_engine.ops.cpu.packing import WeightPart, packed_num_bytes
+from compiled_engine.ops.cpu.packing import WeightPart, packed_bytes, packed_num_bytes
 from compiled_engine.ops.linear import pack_weight
 from compiled_engine.ops.quantize import quantize_rows
 from compiled_engine.ops.quantized_rows import QuantizedRows
@@ -86,6 +86,11 @@ def materialize(
         else:
             made[recipe.key] = _rows(recipe, source)
     return made
+
+
+def num_weight_bytes(recipes: Iterable[WeightRecipe], weights: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of memory that ``weights``, made by ``recipes``, take."""
+    return sum(packed_bytes(weights[recipe.key]) if recipe.packed else weights[recipe.key].nbytes for recipe in recipes)
 
 
 def _rows(recipe: WeightRecipe, source: WeightSource) -> torch.Tensor:

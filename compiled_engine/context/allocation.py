@@ -32,7 +32,11 @@ def _zeroed(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.T
     num_bytes = num_blocks * spec.padded_page_bytes
     if device.type == "cpu":
         # Anonymous pages are zero without being touched, so a large cache costs memory only where it is used.
-        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=spec.dtype)
+        pages = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A request's blocks lie all over the cache: with small pages, every block would cost page walks.
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=spec.dtype)
     else:
         memory = torch.zeros(num_bytes // spec.dtype.itemsize, dtype=spec.dtype, device=device)
     if not spec.page_padding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -78,13 +79,16 @@ class Engine:
             # The cheap files first: what is wrong with them shows before minutes are spent on compiling.
             tokenizer = Tokenizer.from_folder(files.folder) if (files.folder / "tokenizer.json").is_file() else None
             eos_token_ids = read_eos_token_ids(files.folder)
-        return cls(
+        engine = cls(
             create_runner(config, files, ledger),
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
             seed=config.seed,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        # What has been made so far stays: Python's garbage collector need not look through it between steps.
+        gc.freeze()
+        return engine
 
     def add_request(self, prompt: Prompt, params: SamplingParams) -> str:
         """Queue a prompt; returns the id under which ``step()`` will return its output."""

@@ -1,4 +1,4 @@
-"""The CPU runner: any number of tokens in a step, no padding but from one row to two."""
+"""The CPU runner: any number of tokens in a step, no padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.model import CompiledModel
 from compiled_engine.compile.seal import CompileSeal
-from compiled_engine.compile.weights import materialize
+from compiled_engine.compile.weights import materialize, num_weight_bytes
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
     ForwardContext,
@@ -25,8 +25,8 @@ from compiled_engine.errors import ContextStateError, RequestError
 from compiled_engine.models import Checkpoint, ModelFiles, resolve_dtype, resolve_max_model_len
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.ops.cpu.threads import CpuThreads
-from compiled_engine.ops.sampling import sample
 from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Size 1 would be another graph (compilers specialise it), so one row is padded to two.
-_MIN_ROWS = 2
-# Unlike the smallest step, so that what depends on the number of tokens shows.
-_WARM_UP_ROWS = 5
+# Unlike each other, so that what depends on the number of tokens shows. Pieces are compiled for two rows and more,
+# because compilers take a size of one for a constant, but their loops are right for one row too.
+_WARM_UP_ROWS = (1, 5)
 
 
 class CpuRunner(Runner):
@@ -65,7 +64,9 @@ class CpuRunner(Runner):
         self._seal = CompileSeal(config.on_compile)
         with ledger.phase("kernels"):
             self._backend = CpuAttention(self.dtype, kernel_folder(config))
-            self._threads = CpuThreads(load_kernels(kernel_folder(config)), config.num_threads or usable_cores())
+            kernels = load_kernels(kernel_folder(config))
+            self._threads = CpuThreads(kernels, config.num_threads or usable_cores())
+            self._sampler = CpuSampler(kernels)
         graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
         self.model = self._load_weights(graphs, files, ledger)
@@ -100,9 +101,9 @@ class CpuRunner(Runner):
                 f"{self._limits.max_num_batched_tokens}"
             )
         with self._seal.guard():
-            inputs = build_step_inputs(batch.requests, self.config.block_size, _MIN_ROWS)
+            inputs = build_step_inputs(batch.requests, self.config.block_size)
             logits = self._forward(inputs, StepKind.REAL)
-            return StepOutput(sample(logits, batch.sampling))
+            return StepOutput(self._sampler.sample(logits, batch.sampling))
 
     def close(self) -> None:
         """Drop caches and weights. Idempotent."""
@@ -113,11 +114,11 @@ class CpuRunner(Runner):
     def _load_weights(self, graphs: RunnableGraphs, files: ModelFiles, ledger: Ledger) -> CompiledModel:
         """Read and pack the weights by the plan's recipes, and register the plan's attention layers."""
         with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
-            phase.num_bytes = checkpoint.num_bytes
             logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
             source = CheckpointWeights(graphs.weight_names, graphs.constants, checkpoint)
             head_weights = {name.removeprefix("weight:") for name in graphs.plan.head.inputs}
             weights = materialize(graphs.plan.weights, source, self.config.quantization, head_weights)
+            phase.num_bytes = num_weight_bytes(graphs.plan.weights, weights)
         register_attention_layers(
             self.static_context, graphs.plan.layers, self.config.block_size, self.dtype, self._backend
         )
@@ -144,16 +145,16 @@ class CpuRunner(Runner):
             hidden_states = self.model.hidden_states(inputs.input_ids, inputs.positions)
         if inputs.num_logits == 0:
             return torch.empty(0, self._limits.vocab_size)
-        return self.model.logits(hidden_states, inputs.logits_indices)[: inputs.num_logits]
+        return self.model.logits(hidden_states, inputs.logits_indices)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Run two small steps on padding rows, checking every tensor against the plan."""
         self.model.verify(True)
         tables = ((0,),) * len(self.static_context.groups)
-        for num_tokens in (_MIN_ROWS, _WARM_UP_ROWS):
-            dummy = [ScheduledRequest(f"warm-up {row}", (0,), 0, tables, row < _MIN_ROWS) for row in range(num_tokens)]
-            self._forward(build_step_inputs(dummy, self.config.block_size, _MIN_ROWS), StepKind.WARMUP)
+        for num_tokens in _WARM_UP_ROWS:
+            dummy = [ScheduledRequest(f"warm-up {row}", (0,), 0, tables, row < 2) for row in range(num_tokens)]
+            self._forward(build_step_inputs(dummy, self.config.block_size), StepKind.WARMUP)
         self.model.verify(False)
         for layer in self.static_context.values():
             # Whatever the dummy rows left in the reserved block must not outlive the warm-up (vllm#57156).

@@ -20,7 +20,7 @@ class StepInputs:
     query_start_loc: int32 [num_padded_requests + 1].   seq_lens: int32 [num_padded_requests].
     slot_mappings, block_tables: one per cache group, int64 [num_padded_tokens] and int32 [num_padded_requests,
     max_blocks].
-    logits_indices: int64 [num_logits, but at least 2 where there are any], the token rows that sample.
+    logits_indices: int64 [num_logits], the token rows that sample.
 
     Padding contract: a padded row is a request of one token 0 at position 0, with seq_len 1, a block table of zeros
     and a slot inside block 0, which no request owns. No index is ever negative.
@@ -34,14 +34,17 @@ class StepInputs:
     block_tables: tuple[np.ndarray, ...]
     logits_indices: torch.Tensor
     num_tokens: int
-    num_logits: int
+
+    @property
+    def num_logits(self) -> int:
+        return self.logits_indices.shape[0]
 
     @property
     def num_padded_tokens(self) -> int:
         return self.input_ids.shape[0]
 
 
-def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min_tokens: int) -> StepInputs:
+def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min_tokens: int = 1) -> StepInputs:
     """Lay out ``requests`` in row order and pad with one-token rows up to ``min_tokens``.
 
     Raises ``RequestError`` for a request without tokens, or with fewer blocks than its positions need: its K/V would
@@ -77,9 +80,6 @@ def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min
     seq_lens = np.concatenate([num_computed + query_lens, np.ones(padding, dtype=np.int64)]).astype(np.int32)
     samples = np.array([request.samples for request in requests], dtype=bool)
     last_rows = (starts + query_lens - 1)[samples]
-    num_logits = len(last_rows)
-    if num_logits == 1:
-        last_rows = np.repeat(last_rows, 2)
     return StepInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
@@ -89,7 +89,6 @@ def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min
         block_tables=tuple(block_tables),
         logits_indices=torch.from_numpy(last_rows),
         num_tokens=num_tokens,
-        num_logits=num_logits,
     )
 
 

@@ -14,19 +14,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "engines"))
+import memory
+import worker
+from task import BatchReport, Completions, Report, Task
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import busy
-import memory
 import side_by_side
-import worker
 from catalogue import EngineEntry
 from model_files import ModelFiles
 from report_tables import Figure, comparison_table
 from summary import Rates, compare_batch, percentile, rates_of, summarise
-from task import BatchReport, Completions, Report, Task
 
 FAKE_ENGINE = """
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Fake:
         rows = [[self.task.options["token"]] * made for _ in prompts]
         if self.task.options.get("uneven"):
             rows[-1].pop()
-        return Completions(rows, [time.perf_counter() for _ in range(made)])
+        return Completions(rows, [time.perf_counter() for _ in range(self.task.options.get("times", made))])
 
     def versions(self):
         return {"fake": "1"}
@@ -135,17 +137,27 @@ def test_an_engine_that_fails_is_not_started_again_and_the_others_are_reported(
     run: Callable[..., SimpleNamespace], capfd: pytest.CaptureFixture[str]
 ) -> None:
     engines: dict[str, dict[str, Any]] = {"compiled_engine": {}, "bad": {"broken": True}, "short": {"too_few": 1}}
-    engines |= {"uneven": {"uneven": True}, "dies": {"dies": True}}
+    engines |= {"uneven": {"uneven": True}, "untimed": {"times": 2}, "dies": {"dies": True}}
     done = run(engines, "--rounds", "2", "--batch", "1", "--new-tokens", "4")
     assert done.code == 1
-    assert done.result["failed"] == ["bad", "short", "uneven", "dies"]
+    assert done.result["failed"] == ["bad", "short", "uneven", "untimed", "dies"]
     assert list(done.result["medians"]) == ["compiled_engine"]
     assert len(done.result["rounds"]["compiled_engine"]) == 2
     message = capfd.readouterr().err
     assert message.count("RuntimeError: broken on purpose") == 1
     assert "wanted 4 tokens for each of 1 prompts, got [3] with 3 times" in message
     assert "wanted 4 tokens for each of 1 prompts, got [3] with 4 times" in message
+    assert "got [4] with 2 times" in message
     assert "dies failed with exit code 3" in message
+
+
+def test_a_script_of_this_folder_does_not_hide_a_package_from_an_engine(
+    run: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    engine = (tmp_path / "fake_engine.py").read_text()
+    check = "\nfrom importlib.util import find_spec\nassert find_spec('task') and not find_spec('side_by_side')\n"
+    (tmp_path / "fake_engine.py").write_text(engine + check)
+    assert run({"compiled_engine": {}}, "--batch", "1", "--new-tokens", "2").code == 0
 
 
 def test_chart_is_xml_that_names_every_engine_and_escapes_it(run: Callable[..., SimpleNamespace]) -> None:

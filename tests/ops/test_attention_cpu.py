@@ -127,6 +127,18 @@ def test_the_metadata_keeps_what_the_kernel_reads() -> None:
     assert shared.step.block_table == step.block_table.ctypes.data
 
 
+@pytest.mark.parametrize("fault", ["dtype", "out"])
+def test_what_the_kernel_would_misread_is_refused(fault: str) -> None:
+    spec = AttentionSpec("layer", 2, 1, 4, 0.5)
+    step = make_step(spec, [Request(3, 1), Request(0, 3)], 0, 2, torch.float32, seed=1)
+    backend = CpuAttention(torch.float32, KERNELS)
+    query = step.query.double() if fault == "dtype" else step.query
+    out = torch.empty(4, 2, 8)[..., ::2] if fault == "out" else torch.empty(4, 2, 4)
+    metadata = backend.build_metadata(step.query_start_loc, step.seq_lens, step.block_table)
+    with pytest.raises(ValueError, match="needs queries and a dense out"):
+        backend.for_layer(spec).write_and_attend(query, None, None, out, step.cache, step.slots, metadata)
+
+
 def test_metadata_of_another_backend_is_refused() -> None:
     foreign = AttentionMetadata(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]))
     layer = CpuAttention(torch.float32, KERNELS).for_layer(AttentionSpec("layer", 1, 1, 4, 0.5))

@@ -158,9 +158,7 @@ def test_a_head_without_its_numbers_is_refused(package: Path, capfd: pytest.Capt
     assert "no packed weight" in capfd.readouterr().err
 
 
-def test_a_compiled_piece_refuses_what_the_kernel_cannot_take(
-    package: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compiled_piece_refuses_what_the_kernel_cannot_take(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
     weight = packed(torch.randn(24, 16), torch.randn(24, 16))
     with pytest.raises(RuntimeError):

@@ -161,8 +161,8 @@ def test_what_construction_does_is_counted(runner: CpuRunner) -> None:
         runner.execute(batch(part(0, prompt(0, 3), 0, 3), part(1, prompt(1, 4), 0, 4)))
 
 
-def test_padding_never_reaches_a_result(runner: CpuRunner) -> None:
-    """One token is padded to two rows; the second lives in block 0."""
+def test_nothing_outside_a_request_reaches_its_result(runner: CpuRunner) -> None:
+    """Neither the reserved block nor blocks that others might own."""
     tokens = prompt(3, 7)
     runner.execute(batch(part(0, tokens, 0, 6)))
     clean = runner.execute(batch(part(0, tokens, 6, 7))).sampled

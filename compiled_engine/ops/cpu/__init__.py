@@ -1,7 +1,6 @@
 """Kernels of the CPU backend.
 
-Paged attention: a C++ kernel for requests with one new token, torch's attention for prompt chunks. The C++ has a plain
-C ABI, is built by the system's compiler at the first start, and shares torch's OpenMP runtime.
+Written in C++ with a plain C ABI, built by the system's compiler at the first start, sharing torch's OpenMP runtime.
 """
 
 from __future__ import annotations

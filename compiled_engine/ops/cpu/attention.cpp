@@ -36,7 +36,7 @@ constexpr int64_t kFewRows = 16;             // so few rows that their splits ar
 constexpr int64_t kMaxPartials = 4 << 20;    // floats of splits' results that wait to be merged
 constexpr int64_t kCacheLine = 64;
 constexpr double kPackingCost = 8;  // of a key, in rows that it is multiplied with
-constexpr double kTinyCost = 5e5;   // multiply-adds that one thread does before another would have woken up
+constexpr double kTinyCost = 1.5e5;  // multiply-adds that one thread does before another would have woken up
 
 static_assert(kSplit % kTile == 0, "a split is whole tiles");
 
@@ -172,7 +172,7 @@ void pack_queries(const Call<T>& call, const Work& work, float* packed) {
     }
 }
 
-// Finds the keys and values of the tile at position `start` of which `seen` is seen, and has them fetched.
+// Finds the keys and values of the tile at position `start` of which `seen` is seen.
 template <typename T>
 void find_rows(const Call<T>& call, const Work& work, int64_t start, Range seen, const T* zeros, TileRows<T>& tile) {
     const AttentionLayer& layer = call.layer;

@@ -39,10 +39,14 @@ class CpuAttention:
         self, query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray
     ) -> CpuAttentionMetadata:
         """See ``AttentionBackend``. The metadata's tensors share the memory of arrays that are int32 and dense."""
-        arrays = (query_start_loc, seq_lens, block_table)
-        tensors = [torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for array in arrays]
-        step = AttentionStep(*(tensor.data_ptr() for tensor in tensors), len(seq_lens), block_table.shape[1])
-        return CpuAttentionMetadata(*tensors, step)
+        starts, lengths, blocks = (
+            torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
+            for array in (query_start_loc, seq_lens, block_table)
+        )
+        step = AttentionStep(
+            starts.data_ptr(), lengths.data_ptr(), blocks.data_ptr(), lengths.shape[0], blocks.shape[1]
+        )
+        return CpuAttentionMetadata(starts, lengths, blocks, step)
 
     def for_layer(self, spec: AttentionSpec) -> CpuLayerAttention:
         """See ``AttentionBackend``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +52,7 @@ class AttentionStep(ctypes.Structure):
 
 
 _ROWS = [_POINTER, _SIZE, _SIZE]
+_NO_ROWS: tuple[int | None, int, int] = (None, 0, 0)
 _ARGUMENTS = [ctypes.POINTER(AttentionLayer), ctypes.POINTER(AttentionStep), *_ROWS, *_ROWS, *_ROWS]
 _ARGUMENTS += [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER]
 
@@ -64,10 +65,8 @@ class AttentionKernel:
 
     def __init__(self, dtype: torch.dtype, folder: Path | None, path_name: str | None = None) -> None:
         self.dtype = dtype
-        self._function: Callable[..., None] = getattr(
-            load_kernels(folder, path_name), f"write_and_attend_{_SUFFIXES[dtype]}"
-        )
-        self._function.argtypes, self._function.restype = _ARGUMENTS, None  # type: ignore[attr-defined]
+        self._function: Any = getattr(load_kernels(folder, path_name), f"write_and_attend_{_SUFFIXES[dtype]}")
+        self._function.argtypes, self._function.restype = _ARGUMENTS, None
 
     def __call__(
         self,
@@ -89,11 +88,17 @@ class AttentionKernel:
 
         The cache's address and sizes are read from the tensor at every call, so none are ever remembered.
         Memory moved: every visible key and value once per 96 query rows (tokens times query heads of a KV head).
-        A token's result depends, bit for bit, on its own request alone.
+        A token's result depends, bit for bit, on its own request alone. Raises ``ValueError`` for queries of another
+        dtype and for an ``out`` that is not dense.
         """
+        if query.dtype is not self.dtype or out.dtype is not self.dtype or not out.is_contiguous():
+            raise ValueError(
+                f"attention of {self.dtype} needs queries and a dense out of that dtype, not {query.dtype} and "
+                f"{out.dtype} with strides {tuple(out.stride())}"
+            )
         query = _dense_rows(query)
         query_rows, query_heads, _ = query.stride()
-        keys = values = (None, 0, 0)
+        keys = values = _NO_ROWS
         if key is not None and value is not None:
             key, value = _dense_rows(key), _dense_rows(value)
             keys, values = _pointer_and_strides(key), _pointer_and_strides(value)
@@ -115,7 +120,7 @@ class AttentionKernel:
         )
 
 
-def _pointer_and_strides(rows: torch.Tensor) -> tuple[int, int, int]:
+def _pointer_and_strides(rows: torch.Tensor) -> tuple[int | None, int, int]:
     row_stride, head_stride, _ = rows.stride()
     return rows.data_ptr(), row_stride, head_stride
 

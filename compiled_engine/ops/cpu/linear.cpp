@@ -248,7 +248,8 @@ template <typename T>
 void linear_of_few_rows(const Call& call, int threads) {
     const int64_t num_units = call.num_units();
     // Whole runs of units, so that what is fetched ahead is used; several per thread, so that none waits long.
-    const int64_t units_per_piece = divide_up(num_units, threads * std::min<int64_t>(8, divide_up(num_units, 5 * threads)));
+    const int64_t pieces_per_thread = std::min<int64_t>(8, divide_up(num_units, 5 * threads));
+    const int64_t units_per_piece = divide_up(num_units, threads * pieces_per_thread);
 #pragma omp parallel num_threads(threads)
     {
         // Every thread packs the input for itself: it is less than a barrier costs.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -91,6 +92,18 @@ inline bool any_lane(Ints mask) {
     return any != 0;
 }
 
+// By vectors of four, without largest_lane's chain of comparisons: it is needed once for every block.
+inline float largest_of_lanes(Floats values) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four parts[kLanes / 4];
+    std::memcpy(parts, &values, sizeof(parts));
+    Four largest = parts[0];
+    for (int i = 1; i < kLanes / 4; ++i) largest = parts[i] > largest ? parts[i] : largest;
+    const float low = largest[0] > largest[1] ? largest[0] : largest[1];
+    const float high = largest[2] > largest[3] ? largest[2] : largest[3];
+    return low > high ? low : high;
+}
+
 // Fills workspace.maxima, of every block its largest logit. Returns the row's; NaN if there is one, -inf for no tokens.
 template <typename T>
 float find_maxima(const Row<T>& row, Workspace& workspace) {
@@ -111,7 +124,7 @@ float find_maxima(const Row<T>& row, Workspace& workspace) {
                 largest = maximum(next, largest);
                 nan_lanes |= next != next;
             }
-            maxima[index] = largest_lane(largest);
+            maxima[index] = largest_of_lanes(largest);
         }
         has_nan = any_lane(nan_lanes);
     }

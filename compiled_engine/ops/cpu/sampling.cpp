@@ -108,7 +108,7 @@ struct Logprobs {
 template <typename T>
 void find_logprobs(const Row<T>& row, float top, const Logprobs& wanted, Workspace& workspace) {
     const double log_of_sum = std::log(find_sums(row, Scale{top, 1}, workspace));
-    const auto logprob = [=](float logit) { return static_cast<float>((static_cast<double>(logit) - top) - log_of_sum); };
+    const auto logprob = [=](double logit) { return static_cast<float>(logit - top - log_of_sum); };
     *wanted.token_logprob = logprob(to_float(row.logits[wanted.token_id]));
     if (wanted.count == 0) return;
     gather_largest(row, wanted.count, -kInfinity, workspace);

@@ -12,7 +12,7 @@
 namespace {
 
 // Looks for the last of the candidates that top_p keeps. Those among which it may be are its members: first all, then
-// by histograms over the scaled logits fewer and fewer, until few are left to be sorted. A thread uses one for its rows.
+// by histograms over the scaled logits fewer and fewer, until few are left to be sorted. Used row after row.
 class TopP {
   public:
     // The place of the last candidate needed for a mass of `limit`, by falling logits, equal ones by their places.

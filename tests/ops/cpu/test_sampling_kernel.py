@@ -263,6 +263,19 @@ def test_the_random_number_is_that_of_uniform(sampler: CpuSampler) -> None:
     assert tokens == tuple((uniform(batch.seeds, batch.positions) * 4096).long().tolist())
 
 
+def test_the_random_number_has_53_bits(sampler: CpuSampler) -> None:
+    """Of so many equal logits that for some numbers the last 27 bits decide."""
+    vocab_size = 50_000
+    numbers = uniform(torch.arange(1 << 18), torch.zeros(1 << 18, dtype=torch.int64))
+    tokens, rough = (numbers * vocab_size).long(), (torch.floor(numbers * 2**26) * 2.0**-26 * vocab_size).long()
+    seeds = torch.nonzero(tokens != rough).flatten()
+    assert len(seeds) > 20
+    batch = make_batch([{"seed": seed, "position": 0} for seed in seeds.tolist()])
+    assert sampler.sample(torch.zeros(1, vocab_size).expand(len(seeds), -1), batch).token_ids == tuple(
+        tokens[seeds].tolist()
+    )
+
+
 @pytest.mark.parametrize("vocab_size", [5, 127, 128, 129, 5000])
 def test_greedy_takes_the_first_of_equals(sampler: CpuSampler, vocab_size: int) -> None:
     for first in range(0, vocab_size, 1 + vocab_size // 40):
@@ -315,6 +328,7 @@ def test_top_k_keeps_all_that_equal_the_last(sampler: CpuSampler) -> None:
     for function in (sampler.sample, sample):
         assert set(function(*exact_rows(logits, {"top_k": 2}, 300)).token_ids) == {7, 300}
         assert set(function(*exact_rows(logits, {"top_k": 3}, 300)).token_ids) == {7, 50, 51, 300, 399}
+        assert set(function(*exact_rows(torch.arange(6.0) / 6, {"top_k": 5}, 300)).token_ids) == {1, 2, 3, 4, 5}
         # More than there are blocks of the row, and those maxima are above the fifth largest logit.
         assert set(function(*exact_rows(logits, {"top_k": 5}, 300)).token_ids) == {7, 50, 51, 300, 399}
 

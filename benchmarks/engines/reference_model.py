@@ -1,6 +1,6 @@
 """The model in the form that other engines read: a folder of config, tokenizer and float32 safetensors.
 
-    python benchmarks/reference_model.py FILE.gguf FOLDER
+    python benchmarks/engines/reference_model.py FILE.gguf FOLDER
 
 transformers reads the GGUF file and writes the folder. This is on purpose independent of what this project's engine
 does with the file: its own form of the weights must not decide what the others are given.

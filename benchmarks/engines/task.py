@@ -16,7 +16,7 @@ from typing import Any, Protocol
 class Task:
     """One measurement of one engine in one process.
 
-    module: the module that opens the engine, such as ``engines.vllm_steps``; ``options`` are its own.
+    module: the module that opens the engine, such as ``vllm_steps``; ``options`` are its own.
     model_folder: config, tokenizer and float32 safetensors, for engines that read such a folder.
     gguf_file: the GGUF file that the folder was made from; None if the model is no GGUF file.
     prompts: token ids. A batch of n takes the first n, and begins again when they run out.
