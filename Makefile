@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench bench-peers startup clean
+.PHONY: help demo test lint format bench bench-peers accuracy growth kernels startup clean
 
 # The Python that makes .venv.
 PYTHON ?= python3
@@ -60,6 +60,15 @@ bench: $(VENV)/.installed-demo ## measure this engine and transformers side by s
 
 bench-peers: $(VENV)/.installed-demo $(VLLM)/.installed $(LLAMACPP)/.installed ## measure it beside vLLM and llama.cpp too
 	$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
+accuracy: $(VENV)/.installed-demo ## measure what quantisation changes in next-token distributions
+	$(BIN)/python benchmarks/accuracy.py $(BENCH_ARGS)
+
+growth: $(VENV)/.installed-demo ## measure step time against batch, context and queue; write a page of plots
+	$(BIN)/python benchmarks/growth.py $(BENCH_ARGS)
+
+kernels: $(VENV)/.installed-demo ## measure the CPU kernels beside the limits of the machine
+	$(BIN)/python benchmarks/kernel_speed.py $(BENCH_ARGS)
 
 startup: $(VENV)/.installed-demo ## measure a cold start and warm starts beside importing torch
 	$(BIN)/python benchmarks/startup.py $(BENCH_ARGS)

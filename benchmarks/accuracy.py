@@ -39,8 +39,8 @@ from compiled_engine.ops.quantize import quantize_rows
 from compiled_engine.runners.batch import ScheduledRequest
 from compiled_engine.runners.cpu import CpuRunner
 from compiled_engine.runners.inputs import build_step_inputs
+from machine import describe_machine
 from model_files import CACHE, HERE, ModelFiles, find_model_files
-from side_by_side import describe_machine
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 """Token ids of a window to logits [num_tokens, vocab_size]: row i is what follows token i."""
@@ -60,12 +60,9 @@ class LogitsRunner(CpuRunner):
         super().__init__(config, find_model(config.model), self.ledger)
 
     @property
-    def weight_bytes(self) -> int | None:
-        """Bytes of the weights as the runner's ledger has them, which are the checkpoint's; None where the runner keeps
-        another form of them."""
-        if self.config.quantization is not None:
-            return None
-        return next(phase.num_bytes for phase in self.ledger.phases if phase.name == "weights")
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take in memory, by the runner's ledger."""
+        return next(phase.num_bytes or 0 for phase in self.ledger.phases if phase.name == "weights")
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -76,9 +73,8 @@ class LogitsRunner(CpuRunner):
         rows = []
         for start in range(0, len(token_ids), size):
             part = ScheduledRequest("text", tuple(token_ids[start : start + size]), start, tables, True)
-            inputs = build_step_inputs([part], BLOCK_SIZE, min_tokens=2)
-            every_row = torch.arange(inputs.num_padded_tokens)
-            inputs = replace(inputs, logits_indices=every_row, num_logits=part.num_scheduled_tokens)
+            inputs = build_step_inputs([part], BLOCK_SIZE)
+            inputs = replace(inputs, logits_indices=torch.arange(part.num_scheduled_tokens))
             rows.append(self._forward(inputs, StepKind.REAL))
         return torch.cat(rows)
 

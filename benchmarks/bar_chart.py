@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from catalogue import OURS
-from report_tables import Figure, number
+from figures import Figure, number
 
 COLUMNS = 3
 PANEL_WIDTH = 330

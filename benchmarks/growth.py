@@ -34,9 +34,9 @@ from compiled_engine.engine.sampling_params import SamplingParams
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.runners import cpu
+from figures import Figure
+from machine import describe_machine
 from plots import Axis, Series, line_plot, page
-from report_tables import Figure
-from side_by_side import describe_machine
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "accuracy_text.txt"

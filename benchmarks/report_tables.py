@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from catalogue import OURS, REFERENCE
+from figures import Figure, number
 from summary import Agreement, Summary
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured quantity of all engines. ``more_is_better`` says which way a ratio is good."""
-
-    label: str
-    unit: str
-    more_is_better: bool
-    values: dict[str, float | None]
 
 
 def rate_figures(summaries: dict[str, Summary], what: str) -> list[Figure]:
@@ -77,12 +67,6 @@ def comparison_table(title: str, figures: Sequence[Figure]) -> Table:
             ratios = (ratio(figure.values[OURS], figure.values[engine]) for figure in figures)
             table.add_row("  ours / theirs", *ratios, style="dim", end_section=True)
     return table
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def ratio(ours: float | None, theirs: float | None) -> str:

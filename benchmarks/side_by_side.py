@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -32,8 +31,10 @@ from task import Report, Task, read_report, write_json
 from bar_chart import svg
 from busy import BusyClock
 from catalogue import ENGINES, REFERENCE, EngineEntry
+from figures import number
+from machine import cpu_name, describe_machine
 from model_files import HERE, ModelFiles, find_model_files
-from report_tables import number, rate_figures, show, single_figures
+from report_tables import rate_figures, show, single_figures
 from summary import Summary, compare_texts, summarise
 
 LONG_PROMPT_TOKENS = 512
@@ -214,16 +215,3 @@ def round_data(one: Measured) -> dict[str, Any]:
         if batch["batch_size"] > 1:
             del batch["token_gaps_s"]
     return data | {"others_cpu": one.others_cpu}
-
-
-def describe_machine(threads: int) -> dict[str, Any]:
-    return {"cpu": cpu_name(), "threads": threads, "system": platform.platform(), "python": platform.python_version()}
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

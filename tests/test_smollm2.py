@@ -147,6 +147,20 @@ WORKLOADS = st.lists(
 )
 
 
+def test_log_probabilities_are_the_same_bits_alone_and_in_any_company(llm: LLM, prompts: list[list[int]]) -> None:
+    """Kernels add up in an order of their own: neither batch mates nor chunks nor cached blocks change a bit."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4)
+
+    def logprobs(some: list[list[int]]) -> list[object]:
+        return [output.outputs[0].logprobs for output in llm.generate(some, params, use_tqdm=False)]
+
+    llm.reset_prefix_cache()
+    alone = [logprobs([prompt])[0] for prompt in prompts]
+    assert logprobs(prompts) == alone
+    llm.reset_prefix_cache()
+    assert logprobs(prompts[::-1]) == alone[::-1]
+
+
 @settings(max_examples=50)
 @given(workload=WORKLOADS)
 def test_no_workload_compiles_after_warm_up(llm: LLM, workload: list[tuple[int, SamplingParams]]) -> None:

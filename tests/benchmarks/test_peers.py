@@ -26,8 +26,9 @@ from tokenizers.pre_tokenizers import Whitespace
 import busy
 import side_by_side
 from catalogue import EngineEntry
+from figures import Figure
 from model_files import ModelFiles
-from report_tables import Figure, comparison_table
+from report_tables import comparison_table
 from summary import Rates, compare_batch, percentile, rates_of, summarise
 
 FAKE_ENGINE = """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_folder import KERNELS
 from small_models import Small, TinyLlama, compiled, plan_small, small_model
 
 from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.pipeline import plan_model
 from compiled_engine.models import build_definition, find_model
 from compiled_engine.ops.cpu.build import load_kernels
+from kernel_folder import KERNELS
 from tiny_models import write_tiny_model
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_folder import KERNELS
 from small_models import Small, TinyLlama
 
 from compiled_engine.compile.plan import PLAN_VERSION, AttentionStep, GraphPlan, PieceStep, check_plan
@@ -22,6 +21,7 @@ from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.linear import Activation
 from compiled_engine.ops.cpu.packing import packed_bytes, unpack
 from compiled_engine.ops.quantized_rows import QuantizedRows
+from kernel_folder import KERNELS
 
 
 @pytest.fixture(params=["small", "tiny_llama"])

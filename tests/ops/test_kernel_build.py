@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from compiled_engine.errors import KernelBuildError
+from compiled_engine.errors import ConfigError, KernelBuildError
 from compiled_engine.ops.cpu import build
 from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.instructions import INSTRUCTION_PATHS, runnable_paths
 from kernel_folder import KERNELS
 
 NAMES = [f"write_and_attend_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
@@ -22,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     load_kernels(KERNELS)
     folder = tmp_path / "kernels"
     folder.mkdir(mode=0o700)
-    for library in KERNELS.glob(f"{build._key()}-*.so"):
+    for library in KERNELS.glob(f"{build._key(runnable_paths()[0])}-*.so"):
         shutil.copy2(library, folder)
     return folder
 
@@ -43,12 +45,41 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_source_that_does_not_compile_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "kernels.cpp"
-    broken.write_text("int main( {")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "good.cpp").write_text("int answer() { return 42; }")
+    (sources / "bad.cpp").write_text("int main( {")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
     with pytest.raises(KernelBuildError, match="error"):
         load_kernels(tmp_path / "kernels")
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_an_edit_while_the_compiler_runs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would have the name of the new sources and the content of the old ones."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "kernel.cpp").write_text("int answer() { return 42; }")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
+    compiled = build._run_all
+
+    def edit_afterwards(commands: Sequence[Sequence[str]]) -> None:
+        compiled(commands)
+        (sources / "kernel.cpp").write_text("int answer() { return 43; }")
+
+    monkeypatch.setattr(build, "_run_all", edit_afterwards)
+    with pytest.raises(KernelBuildError, match="changed while"):
+        load_kernels(tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_every_path_that_the_cpu_runs_can_be_chosen_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runnable_paths(())[0].name == "portable"
+    assert runnable_paths({"avx2", "fma", "f16c"})[0].name == "avx2"
+    assert runnable_paths(frozenset().union(*(path.needs for path in INSTRUCTION_PATHS))) == INSTRUCTION_PATHS
+    monkeypatch.setattr(build, "runnable_paths", lambda: runnable_paths(()))
+    with pytest.raises(ConfigError, match="'avx2': choose one of portable"):
+        load_kernels(KERNELS, "avx2")
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,20 @@ _GATED = {
     Activation.GELU: Activation.GELU_AND_MULTIPLY,
     Activation.GELU_TANH: Activation.GELU_TANH_AND_MULTIPLY,
 }
+_OP = torch.ops.compiled_engine.packed_linear.default
 _ADDITIONS = (operator.add, torch.add)
 _MULTIPLICATIONS = (operator.mul, torch.mul)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A packed linear that does nothing after its product yet. ``width``: its number of columns."""
+
+    node: Node
+    source: Node
+    weight: Node
+    bias: Node | None
+    width: int
 
 
 def fuse_gated_activations(captured: CapturedGraph) -> int:
@@ -34,9 +47,10 @@ def fuse_gated_activations(captured: CapturedGraph) -> int:
     for node in _calls(captured, _MULTIPLICATIONS):
         for activated, up in (node.args[:2], node.args[1::-1]):
             found = _gated(activated, up)
-            if found is not None and _nothing_written_between(captured, found[0], node):
-                linear, activation = found
-                _replace(captured, node, linear, activation=activation, weight=_in_halves(captured, linear))
+            if found is not None and _nothing_written_between(found[0].node, node):
+                product, activation = found
+                halves = replace(product, weight=_in_halves(captured, product.weight), width=product.width // 2)
+                _replace(captured, node, halves, activation=activation)
                 fused += 1
                 break
     return fused
@@ -49,9 +63,9 @@ def fuse_activations(captured: CapturedGraph) -> int:
         activation = _activation(node)
         if activation is None:
             continue
-        linear = node.args[0]
-        if _is_plain_linear(linear) and _only_reader(linear, node) and _nothing_written_between(captured, linear, node):
-            _replace(captured, node, linear, activation=activation)
+        product = _product(node.args[0], node)
+        if product is not None and _nothing_written_between(product.node, node):
+            _replace(captured, node, product, activation=activation)
             fused += 1
     return fused
 
@@ -61,15 +75,11 @@ def fuse_residuals(captured: CapturedGraph) -> int:
     fused = 0
     for node in _calls(captured, _ADDITIONS):
         for linear, residual in (node.args[1::-1], node.args[:2]):
-            if (
-                _is_plain_linear(linear)
-                and _only_reader(linear, node)
-                and isinstance(residual, Node)
-                and _alike(residual, node)
-                and _alike(linear, node)
-                and _nothing_written_between(captured, linear, node)
-            ):
-                _replace(captured, node, linear, residual=residual)
+            product = _product(linear, node)
+            if product is None or not isinstance(residual, Node) or not _alike(residual, node, product.node):
+                continue
+            if _nothing_written_between(product.node, node):
+                _replace(captured, node, product, residual=residual)
                 fused += 1
                 break
     return fused
@@ -82,22 +92,27 @@ def _calls(captured: CapturedGraph, targets: tuple[object, ...]) -> Iterator[Nod
             yield node
 
 
-def _is_plain_linear(node: object) -> bool:
-    """Whether ``node`` is a packed linear that does nothing after its product yet."""
-    op = torch.ops.compiled_engine.packed_linear.default
-    return isinstance(node, Node) and node.target is op and node.args[3] is None and node.args[5] == Activation.NONE
+def _product(node: object, reader: Node) -> _Product | None:
+    """The packed linear ``node``, if ``reader`` alone reads it and it has no epilogue yet."""
+    if not isinstance(node, Node) or node.target is not _OP or list(node.users) != [reader]:
+        return None
+    return _plain(node)
 
 
-def _only_reader(node: Node, reader: Node) -> bool:
-    return list(node.users) == [reader]
+def _plain(node: Node) -> _Product | None:
+    source, weight, bias, residual, width, activation = node.args
+    if node.target is not _OP or residual is not None or activation != Activation.NONE:
+        return None
+    return _Product(node, source, weight, bias, width)  # type: ignore[arg-type]
 
 
-def _alike(node: Node, other: Node) -> bool:
-    """Whether both are tensors of one shape and dtype: no broadcasting, no promotion."""
-    first, second = node.meta.get("example_value"), other.meta.get("example_value")
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return False
-    return first.dtype == second.dtype and first.shape == second.shape
+def _alike(*nodes: Node) -> bool:
+    """Whether all are tensors of one shape and dtype: no broadcasting, no promotion."""
+    values = [node.meta.get("example_value") for node in nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return len(tensors) == len(nodes) and all(
+        tensor.dtype == tensors[0].dtype and tensor.shape == tensors[0].shape for tensor in tensors
+    )
 
 
 def _activation(node: object) -> Activation | None:
@@ -111,44 +126,43 @@ def _activation(node: object) -> Activation | None:
     return None
 
 
-def _gated(activated: object, up: object) -> tuple[Node, Activation] | None:
-    """The linear and the gated activation, where ``activated`` is its activated first half and ``up`` its second."""
+def _gated(activated: object, up: object) -> tuple[_Product, Activation] | None:
+    """The product and the gated activation, where ``activated`` is its activated first half and ``up`` its second."""
     activation = _activation(activated)
     if activation not in _GATED or not isinstance(activated, Node) or not isinstance(up, Node):
         return None
     gate = activated.args[0]
     if not isinstance(gate, Node) or len(gate.users) != 1 or len(up.users) != 1 or len(activated.users) != 1:
         return None
-    first, second = _half(gate), _half(up)
-    if first is None or second is None or first[0] is not second[0] or (first[1], second[1]) != (0, 1):
-        return None
-    return first[0], _GATED[activation]
+    first, second = _half(gate, 0), _half(up, 1)
+    return (first, _GATED[activation]) if first is not None and first == second else None
 
 
-def _half(node: Node) -> tuple[Node, int] | None:
-    """The packed linear of whose columns ``node`` is one half, and which; None when others read parts of it too."""
+def _half(node: Node, which: int) -> _Product | None:
+    """The product of whose columns ``node`` is the first (``which`` 0) or second half; None when it is no half, or
+    when more than the two halves is read of it."""
     parent = node.args[0] if node.args else None
     if not isinstance(parent, Node) or len(parent.users) != 2:
         return None
-    if node.target is torch.narrow and _is_plain_linear(parent):
-        dimension, start, width = node.args[1:]
-        return (parent, int(start == width)) if dimension == -1 and parent.args[4] == 2 * width else None  # type: ignore[operator]
-    if node.target is operator.getitem and parent.target in ("chunk", torch.chunk):
-        linear = parent.args[0]
+    if node.target is torch.narrow and parent.target is _OP:
+        product = _plain(parent)
+        if product is None or node.args[1:] != (-1, which * (product.width // 2), product.width / 2):
+            return None
+        return product
+    if node.target is operator.getitem and parent.target in ("chunk", torch.chunk) and node.args[1] == which:
         arguments = dict(zip(("chunks", "dim"), parent.args[1:], strict=False)) | parent.kwargs
-        if arguments == {"chunks": 2, "dim": -1} and _is_plain_linear(linear) and _only_reader(linear, parent):  # type: ignore[arg-type]
-            return (linear, node.args[1]) if linear.args[4] % 2 == 0 else None  # type: ignore[union-attr,operator,return-value]
+        product = _product(parent.args[0], parent)
+        return product if arguments == {"chunks": 2, "dim": -1} and product and product.width % 2 == 0 else None
     return None
 
 
-def _in_halves(captured: CapturedGraph, linear: Node) -> Node:
-    """The weight of ``linear``, packed as two parts of equally many rows."""
-    weight = linear.args[1]
-    recipe = captured.weights[weight.name]  # type: ignore[union-attr]
-    return add_weight(captured, replace(recipe, halves=True), weight.meta["example_value"])  # type: ignore[union-attr]
+def _in_halves(captured: CapturedGraph, weight: Node) -> Node:
+    """The weight packed as two parts of equally many rows."""
+    recipe = captured.weights[weight.name]
+    return add_weight(captured, replace(recipe, halves=True), weight.meta["example_value"])
 
 
-def _nothing_written_between(captured: CapturedGraph, first: Node, last: Node) -> bool:
+def _nothing_written_between(first: Node, last: Node) -> bool:
     """Whether the product may be computed where ``last`` stands: nothing changes a tensor in place before that."""
     node = first.next
     while node is not last:
@@ -161,20 +175,16 @@ def _nothing_written_between(captured: CapturedGraph, first: Node, last: Node) -
 def _replace(
     captured: CapturedGraph,
     node: Node,
-    linear: Node,
+    product: _Product,
     *,
     activation: Activation = Activation.NONE,
     residual: Node | None = None,
-    weight: Node | None = None,
 ) -> None:
-    """Compute ``linear`` with an epilogue in the place of ``node``; what only fed ``node`` goes away."""
+    """Compute ``product`` with an epilogue in the place of ``node``; what only fed ``node`` goes away."""
     graph = captured.graph_module.graph
-    source, plain_weight, bias, _, width, _ = linear.args
-    width = width if weight is None else width // 2  # type: ignore[operator]
+    arguments: tuple[Any, ...] = (product.source, product.weight, product.bias, residual, product.width)
     with graph.inserting_before(node):
-        call = graph.call_function(
-            linear.target, (source, weight or plain_weight, bias, residual, width, int(activation))
-        )  # type: ignore[arg-type]
+        call = graph.call_function(_OP, (*arguments, int(activation)))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     dead = [node]

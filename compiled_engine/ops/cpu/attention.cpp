@@ -34,7 +34,6 @@ constexpr int64_t kSplit = 512;
 constexpr int64_t kMaxTileRows = 96;         // query rows, tokens times queries_per_kv, that share one packed tile
 constexpr int64_t kFewRows = 16;             // so few rows that their splits are always worth sharing out
 constexpr int64_t kMaxPartials = 4 << 20;    // floats of splits' results that wait to be merged
-constexpr int64_t kCacheLine = 64;
 constexpr double kPackingCost = 8;  // of a key, in rows that it is multiplied with
 constexpr double kTinyCost = 1.5e5;  // multiply-adds that one thread does before another would have woken up
 
@@ -67,6 +66,14 @@ struct Call {
     }
 };
 
+struct Work;
+
+// The tile of a work that starts at a position; work null: none.
+struct TilePlace {
+    const Work* work;
+    int64_t start;
+};
+
 // Consecutive queries of one request with the query heads of one KV head, and what of the cache any of them sees.
 struct Work {
     int64_t request, first_row, num_tokens, first_position, kv_head;
@@ -74,6 +81,9 @@ struct Work {
     int64_t partials = -1;  // where the results of its splits wait to be merged; -1: one thread computes them all
 
     int64_t first_split() const { return seen.begin / kSplit; }
+    TilePlace first_tile(int64_t split) const {
+        return {this, std::max(split * kSplit, seen.begin / kTile * kTile)};
+    }
     int64_t num_splits() const { return (seen.end - 1) / kSplit + 1 - first_split(); }
 };
 
@@ -172,30 +182,43 @@ void pack_queries(const Call<T>& call, const Work& work, float* packed) {
     }
 }
 
-// Finds the keys and values of the tile at position `start` of which `seen` is seen.
+// Finds the keys and values of a tile, and what of it any query of the work sees.
 template <typename T>
-void find_rows(const Call<T>& call, const Work& work, int64_t start, Range seen, const T* zeros, TileRows<T>& tile) {
+Range find_rows(const Call<T>& call, TilePlace place, const T* zeros, TileRows<T>& tile) {
     const AttentionLayer& layer = call.layer;
-    const int32_t* blocks = call.step.block_table + work.request * call.step.max_blocks;
-    const int64_t value_offset = layer.num_kv_heads * layer.head_dim, step = 2 * value_offset;
-    std::fill(tile.keys, tile.keys + seen.begin, zeros);
-    for (int64_t i = seen.begin; i < seen.end;) {
-        const int64_t block = (start + i) / call.block_size, offset = (start + i) % call.block_size;
-        const int64_t end = std::min(seen.end, i + call.block_size - offset);
-        const T* key = call.slot(blocks[block], offset) + work.kv_head * layer.head_dim;
-        for (; i < end; ++i, key += step) {
-            tile.keys[i] = key;
-            tile.values[i] = key + value_offset;
+    Range seen{0, 0};
+    if (place.work != nullptr) {
+        const Work& work = *place.work;
+        seen = intersection({work.seen.begin - place.start, work.seen.end - place.start}, {0, kTile});
+        const int64_t first = place.start + seen.begin, step = 2 * layer.num_kv_heads * layer.head_dim;
+        const int32_t* block = call.step.block_table + work.request * call.step.max_blocks + first / call.block_size;
+        int64_t offset = first % call.block_size;
+        for (int64_t i = seen.begin; i < seen.end; ++block, offset = 0) {
+            const int64_t end = std::min(seen.end, i + call.block_size - offset);
+            const T* key = call.slot(*block, offset) + work.kv_head * layer.head_dim;
+            for (; i < end; ++i, key += step) {
+                tile.keys[i] = key;
+                tile.values[i] = key + step / 2;
+            }
         }
     }
-    std::fill(tile.keys + seen.end, tile.keys + kTile, zeros);
+    for (const T** rows : {tile.keys, tile.values}) {
+        std::fill(rows, rows + seen.begin, zeros);
+        std::fill(rows + seen.end, rows + kTile, zeros);
+    }
+    return seen;
 }
 
-// Into the second level: two tiles and what is packed of them are more than the first one holds.
+// Asks for the rows of the next tile that this one, of which less is seen, has not asked for on its way.
 template <typename T>
-void prefetch(const T* row, int64_t size) {
-    const int64_t step = kCacheLine / sizeof(T);
-    for (int64_t i = 0; i < size; i += step) __builtin_prefetch(row + i, 0, 2);
+void prefetch_rest(Range asked, const TileRows<T>& ahead, Range seen, int64_t head_dim) {
+    for (int64_t key = seen.begin; key < seen.end; ++key) {
+        if (key >= asked.begin && key < asked.end) continue;
+        for (int64_t dim = 0; dim < head_dim; dim += kCacheLine / sizeof(T)) {
+            prefetch_line(ahead.keys[key], dim);
+            prefetch_line(ahead.values[key], dim);
+        }
+    }
 }
 
 // What a query at `position` sees.
@@ -205,17 +228,18 @@ Range seen_from(const Call<T>& call, int64_t position) {
     return {window > 0 ? std::max<int64_t>(0, position - window + 1) : 0, position + 1};
 }
 
+// Attends to a tile of which `seen` is seen, and meanwhile has the next one, `ahead`, brought near.
 template <typename T>
 void attend_tile(const Call<T>& call, const Work& work, int64_t start, Range seen, const TileRows<T>& tile,
-                 Scratch<T>& scratch, const States& states) {
+                 const TileRows<T>& ahead, Scratch<T>& scratch, const States& states) {
     const int64_t group = call.layer.queries_per_kv, head_dim = call.layer.head_dim, dim = states.dim;
     const int64_t rows = work.num_tokens * group;
-    pack_keys(tile, seen, head_dim, scratch.keys);
-    // One pass over the values is cheaper straight from the cache.
-    const bool packs_values = rows > kMaxBlockRows || dim != head_dim;
+    // One pass over keys and values is cheaper straight from the cache.
+    const bool packs_keys = rows > kMaxBlockRows, packs_values = packs_keys || dim != head_dim;
     const float* packed[kTile];
+    if (packs_keys) pack_keys(tile.keys, ahead.keys, seen, head_dim, scratch.keys);
     if (packs_values) {
-        pack_values(tile, seen, head_dim, dim, scratch.values);
+        pack_values(tile.values, ahead.values, seen, head_dim, dim, scratch.values);
         for (int key = 0; key < kTile; ++key) packed[key] = scratch.values + key * dim;
     }
     for (int64_t first = 0, count; first < rows; first += count) {
@@ -227,38 +251,38 @@ void attend_tile(const Call<T>& call, const Work& work, int64_t start, Range see
         const Range by_block{seen_by(first).begin, seen_by(first + count - 1).end};
         if (by_block.empty()) continue;
         const States block = states.from(first);
-        score(count, scratch.queries + first * dim, dim, scratch.keys, head_dim, by_block, scratch.scores);
+        const float* queries = scratch.queries + first * dim;
+        if (packs_keys)
+            score(count, queries, dim, scratch.keys, head_dim, by_block, scratch.scores);
+        else
+            score_cached(count, queries, dim, tile.keys, ahead.keys, head_dim, by_block, scratch.scores);
         const Range computed = whole_vectors(by_block);
         for (int64_t row = 0; row < count; ++row)
             cap_and_mask(scratch.scores + row * kTile, computed, seen_by(first + row), call.layer.soft_cap);
         weigh(count, scratch.scores, computed, block);
         if (packs_values)
-            add_values(count, scratch.scores, packed, dim, by_block, block.data, block.size());
+            add_values<float>(count, scratch.scores, packed, nullptr, dim, by_block, block.data, block.size());
         else
-            add_values(count, scratch.scores, tile.values, dim, by_block, block.data, block.size());
+            add_values(count, scratch.scores, tile.values, ahead.values, dim, by_block, block.data, block.size());
     }
 }
 
-// One split of `work`, from nothing: its tiles in order.
+// One split of `work`, from nothing: its tiles in order. `after`: what this thread computes next.
 template <typename T>
-void attend_split(const Call<T>& call, const Work& work, int64_t split, Scratch<T>& scratch, const States& states) {
-    const Range positions = intersection({split * kSplit, (split + 1) * kSplit}, work.seen);
-    TileRows<T> tiles[2];
-    const auto find = [&](int64_t start) {
-        const Range seen = intersection({positions.begin - start, positions.end - start}, {0, kTile});
-        TileRows<T>& tile = tiles[start / kTile % 2];
-        find_rows(call, work, start, seen, scratch.zero_row, tile);
-        for (int64_t key = seen.begin; key < seen.end; ++key) {
-            prefetch(tile.keys[key], call.layer.head_dim);
-            prefetch(tile.values[key], call.layer.head_dim);
-        }
-        return seen;
-    };
+void attend_split(const Call<T>& call, const Work& work, int64_t split, TilePlace after, Scratch<T>& scratch,
+                  const States& states) {
     clear(work.num_tokens * call.layer.queries_per_kv, states);
-    int64_t start = positions.begin / kTile * kTile;
-    for (Range seen = find(start), next{}; start < positions.end; start += kTile, seen = next) {
-        if (start + kTile < positions.end) next = find(start + kTile);
-        attend_tile(call, work, start, seen, tiles[start / kTile % 2], scratch, states);
+    const int64_t end = std::min((split + 1) * kSplit, work.seen.end);
+    TileRows<T> tiles[2];
+    TilePlace place = work.first_tile(split);
+    Range seen = find_rows(call, place, scratch.zero_row, tiles[0]);
+    for (int turn = 0; place.start < end; turn = 1 - turn) {
+        const TilePlace next = place.start + kTile < end ? TilePlace{&work, place.start + kTile} : after;
+        const Range next_seen = find_rows(call, next, scratch.zero_row, tiles[1 - turn]);
+        attend_tile(call, work, place.start, seen, tiles[turn], tiles[1 - turn], scratch, states);
+        prefetch_rest(seen, tiles[1 - turn], next_seen, call.layer.head_dim);
+        place.start += kTile;
+        seen = next_seen;
     }
 }
 
@@ -269,6 +293,11 @@ struct Plan {
     std::vector<int32_t> splits_left;  // by work
     Buffer<float> memory;
     float* partials;
+
+    TilePlace first_tile(int64_t piece) const {
+        const Work& work = works[pieces[piece].work];
+        return work.first_tile(work.first_split() + std::max<int64_t>(0, pieces[piece].split));
+    }
 };
 
 template <typename T>
@@ -317,38 +346,42 @@ void make_plan(const Call<T>& call, int threads, Plan& plan) {
 }
 
 template <typename T>
-void attend_work(const Call<T>& call, const Work& work, Scratch<T>& scratch) {
+void attend_work(const Call<T>& call, const Work& work, TilePlace after, Scratch<T>& scratch) {
     const int64_t rows = work.num_tokens * call.layer.queries_per_kv, first = work.first_split();
+    const int64_t last = first + work.num_splits() - 1;
     const States result{scratch.result, call.padded_dim()}, split_result{scratch.split_result, call.padded_dim()};
-    attend_split(call, work, first, scratch, result);
-    for (int64_t split = 1; split < work.num_splits(); ++split) {
-        attend_split(call, work, first + split, scratch, split_result);
-        merge(rows, split_result, result);
+    for (int64_t split = first; split <= last; ++split) {
+        const States& states = split == first ? result : split_result;
+        attend_split(call, work, split, split < last ? work.first_tile(split + 1) : after, scratch, states);
+        if (split > first) merge(rows, split_result, result);
     }
     finish(call, work, result);
 }
 
 // Computes one split of a work; the thread that computes the last one merges them all, in order.
 template <typename T>
-void attend_shared(const Call<T>& call, const Work& work, int64_t split, float* partials, int32_t& splits_left,
-                   Scratch<T>& scratch) {
+void attend_shared(const Call<T>& call, const Work& work, int64_t split, TilePlace after, float* partials,
+                   int32_t& splits_left, Scratch<T>& scratch) {
     const int64_t rows = work.num_tokens * call.layer.queries_per_kv;
     const States all{partials, call.padded_dim()};
-    attend_split(call, work, work.first_split() + split, scratch, all.from(split * rows));
+    attend_split(call, work, work.first_split() + split, after, scratch, all.from(split * rows));
     if (__atomic_sub_fetch(&splits_left, 1, __ATOMIC_ACQ_REL) > 0) return;
     for (int64_t other = 1; other < work.num_splits(); ++other) merge(rows, all.from(other * rows), all);
     finish(call, work, all);
 }
 
+// `likely_next`: the piece that this thread probably computes after this one.
 template <typename T>
-void attend_piece(const Call<T>& call, Plan& plan, int64_t index) {
+void attend_piece(const Call<T>& call, Plan& plan, int64_t index, int64_t likely_next) {
     thread_local Scratch<T> scratch;
     const Piece piece = plan.pieces[index];
     const Work& work = plan.works[piece.work];
+    const TilePlace after = likely_next < static_cast<int64_t>(plan.pieces.size()) ? plan.first_tile(likely_next)
+                                                                                    : TilePlace{nullptr, 0};
     scratch.fit(call, work.num_tokens * call.layer.queries_per_kv);
     pack_queries(call, work, scratch.queries);
-    if (piece.split < 0) return attend_work(call, work, scratch);
-    attend_shared(call, work, piece.split, plan.partials + work.partials, plan.splits_left[piece.work], scratch);
+    if (piece.split < 0) return attend_work(call, work, after, scratch);
+    attend_shared(call, work, piece.split, after, plan.partials + work.partials, plan.splits_left[piece.work], scratch);
 }
 
 // Stores the keys or the values of one KV head: padding rows share a slot, so the rows of a head are one thread's.
@@ -391,7 +424,7 @@ void write_and_attend(const Call<T>& call) {
     const int64_t num_pieces = plan.pieces.size();
     if (threads == 1) {
         for (int64_t i = 0; i < num_writes; ++i) write_head(call, i / 2, i % 2 == 1);
-        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i);
+        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i, i + 1);
         return;
     }
 #pragma omp parallel num_threads(threads)
@@ -399,7 +432,7 @@ void write_and_attend(const Call<T>& call) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_writes; ++i) write_head(call, i / 2, i % 2 == 1);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i);
+        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i, i + threads);
     }
 }
 

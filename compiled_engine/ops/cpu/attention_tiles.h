@@ -20,6 +20,7 @@ namespace {
 constexpr int kTile = 64;          // keys of a tile; tiles start at multiples of it
 constexpr int kMaxBlockRows = 6;   // query rows in registers at a time
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors of keys or of dimensions in registers at a time
+constexpr int64_t kCacheLine = 64;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 static_assert(kTile % (kLanes * kVectors) == 0, "a tile is whole vectors");
@@ -30,6 +31,13 @@ struct TileRows {
     const T* keys[kTile];
     const T* values[kTile];
 };
+
+// Asks for a cache line of a row of the tile that comes next, at the place where this tile's row is being read: spread
+// over the arithmetic, requests to memory do not wait for each other. Into the second level: two tiles fill the first.
+template <typename T>
+inline void prefetch_line(const T* row, int64_t dim) {
+    if (dim % (kCacheLine / static_cast<int64_t>(sizeof(T))) == 0) __builtin_prefetch(row + dim, 0, 3);
+}
 
 // The part of a tile that somebody sees: keys begin to end.
 struct Range {
@@ -49,7 +57,7 @@ inline int64_t block_rows(int64_t rows) {
     return (rows + blocks - 1) / blocks;
 }
 
-// Reads kLanes rows of kLanes 32-bit words and gives their columns.
+// Reads kLanes 32-bit words of each of kLanes rows and gives their columns.
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 using Register = __m512;
@@ -66,9 +74,12 @@ inline Words high_pairs(Register a, Register b) {
 // Four words of each of the rows 0, 4, 8 and 12.
 template <typename T>
 inline Register gather_quarters(const T* const* rows, int64_t first) {
+    // Masked broadcasts from memory, unlike inserts, leave the units that shuffle to the unpacking.
     const auto quarter = [&](int i) { return read_as<__m128>(rows[4 * i] + first); };
-    const Register two = _mm512_insertf32x4(_mm512_castps128_ps512(quarter(0)), quarter(1), 1);
-    return _mm512_insertf32x4(_mm512_insertf32x4(two, quarter(2), 2), quarter(3), 3);
+    Register all = _mm512_castps128_ps512(quarter(0));
+    all = _mm512_mask_broadcast_f32x4(all, 0x00f0, quarter(1));
+    all = _mm512_mask_broadcast_f32x4(all, 0x0f00, quarter(2));
+    return _mm512_mask_broadcast_f32x4(all, 0xf000, quarter(3));
 }
 #else
 using Register = __m256;
@@ -91,9 +102,11 @@ inline Register gather_quarters(const T* const* rows, int64_t first) {
 #endif
 template <typename T>
 inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
+#pragma GCC unroll 4
     for (int column = 0; column < kLanes; column += 4) {
         // Part j holds rows j, j + 4, ...: unpacking goes on within quarters of 16 bytes and so puts rows in order.
         Register part[4];
+#pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) part[j] = gather_quarters(rows + j, first + column * 4 / sizeof(T));
         const Register low01 = unpack_low(part[0], part[1]), high01 = unpack_high(part[0], part[1]);
         const Register low23 = unpack_low(part[2], part[3]), high23 = unpack_high(part[2], part[3]);
@@ -113,50 +126,74 @@ inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
 }
 #endif
 
-// The numbers in a vector of words, one or two in each, as floats at packed, packed + kTile.
-inline void store_parts(Words words, const float*, float* packed) { store(packed, read_as<Floats>(&words)); }
-inline void store_parts(Words words, const bfloat16*, float* packed) {
+// The numbers in a vector of words, one or two in each, as floats.
+inline void split(Words words, const float*, Floats* parts) { parts[0] = read_as<Floats>(&words); }
+inline void split(Words words, const bfloat16*, Floats* parts) {
     const Words low = words << 16, high = words & 0xffff0000u;
-    store(packed, read_as<Floats>(&low));
-    store(packed + kTile, read_as<Floats>(&high));
+    parts[0] = read_as<Floats>(&low);
+    parts[1] = read_as<Floats>(&high);
 }
-inline void store_parts(Words words, const float16*, float* packed) {
+inline void split(Words words, const float16*, Floats* parts) {
     const HalfWords low = __builtin_convertvector(words & 0xffffu, HalfWords);
     const HalfWords high = __builtin_convertvector(words >> 16, HalfWords);
     float16 halves[2 * kLanes];
     std::memcpy(halves, &low, sizeof(low));
     std::memcpy(halves + kLanes, &high, sizeof(high));
-    store(packed, load(halves));
-    store(packed + kTile, load(halves + kLanes));
+    parts[0] = load(halves);
+    parts[1] = load(halves + kLanes);
 }
 
-// Keys as floats [head_dim][kTile], those of the vectors that hold `seen`.
+// Columns of kLanes rows as floats, those of a number of dimensions that fills kLanes words.
 template <typename T>
-void pack_keys(const TileRows<T>& tile, Range seen, int64_t head_dim, float* packed) {
-    constexpr int parts = sizeof(Words) / sizeof(T) / kLanes;  // numbers in a word
+struct Columns {
+    static constexpr int parts = sizeof(uint32_t) / sizeof(T);
+    static constexpr int count = kLanes * parts;
+    Floats at[count];
+
+    void read(const T* const* rows, int64_t dim) {
+        Words words[kLanes];
+        load_columns(rows, dim, words);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) split(words[i], rows[0], at + i * parts);
+    }
+};
+
+// One dimension of kLanes rows.
+template <typename T>
+inline Floats read_column(const T* const* rows, int64_t dim) {
+    float column[kLanes];
+    for (int i = 0; i < kLanes; ++i) column[i] = to_float(rows[i][dim]);
+    return load(column);
+}
+
+// Keys as floats [head_dim][kTile], those of the vectors that hold `seen`. `ahead`: the keys of the next tile.
+template <typename T>
+void pack_keys(const T* const* keys, const T* const* ahead, Range seen, int64_t head_dim, float* packed) {
     for (int64_t key = seen.begin / kLanes * kLanes; key < seen.end; key += kLanes) {
-        const T* const* rows = tile.keys + key;
         int64_t dim = 0;
-        for (; dim + kLanes * parts <= head_dim; dim += kLanes * parts) {
-            Words columns[kLanes];
-            load_columns(rows, dim, columns);
-            for (int i = 0; i < kLanes; ++i)
-                store_parts(columns[i], rows[0], packed + (dim + i * parts) * kTile + key);
+        for (; dim + Columns<T>::count <= head_dim; dim += Columns<T>::count) {
+            for (int i = 0; i < kLanes; ++i) prefetch_line(ahead[key + i], dim);
+            Columns<T> columns;
+            columns.read(keys + key, dim);
+            for (int i = 0; i < Columns<T>::count; ++i) store(packed + (dim + i) * kTile + key, columns.at[i]);
         }
-        for (; dim < head_dim; ++dim)
-            for (int i = 0; i < kLanes; ++i) packed[dim * kTile + key + i] = to_float(rows[i][dim]);
+        for (; dim < head_dim; ++dim) store(packed + dim * kTile + key, read_column(keys + key, dim));
     }
 }
 
 // Values as floats [kTile][padded_dim], those that are seen; what head_dim lacks to padded_dim is 0.
 template <typename T>
-void pack_values(const TileRows<T>& tile, Range seen, int64_t head_dim, int64_t padded_dim, float* packed) {
+void pack_values(const T* const* values, const T* const* ahead, Range seen, int64_t head_dim, int64_t padded_dim,
+                 float* packed) {
     const int64_t whole = head_dim / kLanes * kLanes;
     for (int64_t key = seen.begin; key < seen.end; ++key) {
         float* row = packed + key * padded_dim;
-        for (int64_t dim = 0; dim < whole; dim += kLanes) store(row + dim, load(tile.values[key] + dim));
+        for (int64_t dim = 0; dim < whole; dim += kLanes) {
+            prefetch_line(ahead[key], dim);
+            store(row + dim, load(values[key] + dim));
+        }
         for (int64_t dim = whole; dim < padded_dim; ++dim)
-            row[dim] = dim < head_dim ? to_float(tile.values[key][dim]) : 0.0f;
+            row[dim] = dim < head_dim ? to_float(values[key][dim]) : 0.0f;
     }
 }
 
@@ -185,10 +222,39 @@ inline void score_block(const float* queries, int64_t padded_dim, const float* k
         for (int v = 0; v < VECTORS; ++v) store(scores + row * kTile + v * kLanes, sums[row][v]);
 }
 
-// Adds weights times values, keys of `seen` in order, to VECTORS vectors of each of ROWS sums.
+// The same of one vector of keys where they are cached, which become columns in registers: for one block of queries
+// alone it would not pay to store them. `ahead`: the keys of the next tile.
+template <int ROWS, typename T>
+inline void score_cached_block(const float* queries, int64_t padded_dim, const T* const* keys, const T* const* ahead,
+                               int64_t head_dim, float* scores) {
+    Floats sums[ROWS];
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row) sums[row] = Floats{};
+    int64_t dim = 0;
+    for (; dim + Columns<T>::count <= head_dim; dim += Columns<T>::count) {
+        for (int i = 0; i < kLanes; ++i) prefetch_line(ahead[i], dim);
+        Columns<T> columns;
+        columns.read(keys, dim);
+#pragma GCC unroll 32
+        for (int i = 0; i < Columns<T>::count; ++i)
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row)
+                sums[row] += broadcast(queries[row * padded_dim + dim + i]) * columns.at[i];
+    }
+    for (; dim < head_dim; ++dim) {
+        const Floats column = read_column(keys, dim);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) sums[row] += broadcast(queries[row * padded_dim + dim]) * column;
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row) store(scores + row * kTile, sums[row]);
+}
+
+// Adds weights times values, keys of `seen` in order, to VECTORS vectors of each of ROWS sums. `ahead`: the values of
+// the next tile, or null where `values` are packed.
 template <int ROWS, int VECTORS, typename V>
-inline void add_block(const float* weights, const V* const* values, int64_t dim, Range seen, float* sums,
-                      int64_t stride) {
+inline void add_block(const float* weights, const V* const* values, const V* const* ahead, int64_t dim, Range seen,
+                      float* sums, int64_t stride) {
     Floats total[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; ++row)
@@ -196,6 +262,9 @@ inline void add_block(const float* weights, const V* const* values, int64_t dim,
         for (int v = 0; v < VECTORS; ++v) total[row][v] = load(sums + row * stride + dim + v * kLanes);
     for (int64_t key = seen.begin; key < seen.end; ++key) {
         Floats value[VECTORS];
+        if (ahead != nullptr)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; ++v) prefetch_line(ahead[key], dim + v * kLanes);
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; ++v) value[v] = load(values[key] + dim + v * kLanes);
 #pragma GCC unroll 8
@@ -220,13 +289,20 @@ void score_rows(const float* queries, int64_t padded_dim, const float* keys, int
     for (; key < seen.end; key += kLanes) score_block<ROWS, 1>(queries, padded_dim, keys + key, head_dim, scores + key);
 }
 
+template <int ROWS, typename T>
+void score_cached_rows(const float* queries, int64_t padded_dim, const T* const* keys, const T* const* ahead,
+                       int64_t head_dim, Range seen, float* scores) {
+    for (int64_t key = seen.begin / kLanes * kLanes; key < seen.end; key += kLanes)
+        score_cached_block<ROWS>(queries, padded_dim, keys + key, ahead + key, head_dim, scores + key);
+}
+
 template <int ROWS, typename V>
-void add_rows(const float* weights, const V* const* values, int64_t padded_dim, Range seen, float* sums,
-              int64_t stride) {
+void add_rows(const float* weights, const V* const* values, const V* const* ahead, int64_t padded_dim, Range seen,
+              float* sums, int64_t stride) {
     int64_t dim = 0;
     for (; dim + kVectors * kLanes <= padded_dim; dim += kVectors * kLanes)
-        add_block<ROWS, kVectors>(weights, values, dim, seen, sums, stride);
-    for (; dim < padded_dim; dim += kLanes) add_block<ROWS, 1>(weights, values, dim, seen, sums, stride);
+        add_block<ROWS, kVectors>(weights, values, ahead, dim, seen, sums, stride);
+    for (; dim < padded_dim; dim += kLanes) add_block<ROWS, 1>(weights, values, ahead, dim, seen, sums, stride);
 }
 
 // Scores of up to kMaxBlockRows queries with the keys that one of them sees, [rows][kTile].
@@ -242,17 +318,31 @@ inline void score(int64_t rows, const float* queries, int64_t padded_dim, const 
     }
 }
 
+// The same with keys where they are cached.
+template <typename T>
+void score_cached(int64_t rows, const float* queries, int64_t padded_dim, const T* const* keys, const T* const* ahead,
+                  int64_t head_dim, Range seen, float* scores) {
+    switch (rows) {
+        case 1: return score_cached_rows<1>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+        case 2: return score_cached_rows<2>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+        case 3: return score_cached_rows<3>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+        case 4: return score_cached_rows<4>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+        case 5: return score_cached_rows<5>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+        default: return score_cached_rows<6>(queries, padded_dim, keys, ahead, head_dim, seen, scores);
+    }
+}
+
 // Adds the values of the keys that one of the rows sees to sums [rows][stride], each with its weight.
 template <typename V>
-void add_values(int64_t rows, const float* weights, const V* const* values, int64_t padded_dim, Range seen, float* sums,
-                int64_t stride) {
+void add_values(int64_t rows, const float* weights, const V* const* values, const V* const* ahead, int64_t padded_dim,
+                Range seen, float* sums, int64_t stride) {
     switch (rows) {
-        case 1: return add_rows<1>(weights, values, padded_dim, seen, sums, stride);
-        case 2: return add_rows<2>(weights, values, padded_dim, seen, sums, stride);
-        case 3: return add_rows<3>(weights, values, padded_dim, seen, sums, stride);
-        case 4: return add_rows<4>(weights, values, padded_dim, seen, sums, stride);
-        case 5: return add_rows<5>(weights, values, padded_dim, seen, sums, stride);
-        default: return add_rows<6>(weights, values, padded_dim, seen, sums, stride);
+        case 1: return add_rows<1>(weights, values, ahead, padded_dim, seen, sums, stride);
+        case 2: return add_rows<2>(weights, values, ahead, padded_dim, seen, sums, stride);
+        case 3: return add_rows<3>(weights, values, ahead, padded_dim, seen, sums, stride);
+        case 4: return add_rows<4>(weights, values, ahead, padded_dim, seen, sums, stride);
+        case 5: return add_rows<5>(weights, values, ahead, padded_dim, seen, sums, stride);
+        default: return add_rows<6>(weights, values, ahead, padded_dim, seen, sums, stride);
     }
 }
 
@@ -285,8 +375,13 @@ inline void cap_and_mask(float* scores, Range computed, Range seen, float soft_c
         for (int64_t key = computed.begin; key < computed.end; key += kLanes)
             store(scores + key, capped(load(scores + key), soft_cap));
     if (seen.begin <= computed.begin && seen.end >= computed.end) return;
-    for (int64_t key = computed.begin; key < computed.end; ++key)
-        if (key < seen.begin || key >= seen.end) scores[key] = -kInfinity;
+    Ints lanes;
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
+    for (int64_t key = computed.begin; key < computed.end; key += kLanes) {
+        const Ints from_begin = lanes + static_cast<int32_t>(key - seen.begin);
+        const Ints from_end = lanes + static_cast<int32_t>(key - seen.end);
+        store(scores + key, (from_begin >= 0) & (from_end < 0) ? load(scores + key) : broadcast(-kInfinity));
+    }
 }
 
 // What rows of queries have of a split so far, one after the other: `dim` sums of values, kLanes parts of the sum of
@@ -322,7 +417,8 @@ inline void weigh(int64_t rows, float* scores, Range computed, const States& sta
             total += weights;
         }
         float* sums = states.sums(row);
-        if (largest != before[row]) {
+        // Rows that have seen nothing have sums of 0 already.
+        if (largest != before[row] && before[row] != -kInfinity) {
             const float factor = exp_of_difference(before[row], reference[0]);
             for (int64_t i = 0; i < states.dim + kLanes; i += kLanes) store(sums + i, load(sums + i) * factor);
         }

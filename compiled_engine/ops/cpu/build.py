@@ -103,6 +103,8 @@ def _build(folder: Path, path: InstructionPath) -> Path:
         raise KernelBuildError(f"the C++ compiler {compiler!r} is not installed: install g++, or name one in $CXX")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_only_ours(folder)
+    # Of the sources as they are now: an edit while the compiler runs must not go under the name of what it read.
+    key = _key(path)
     # Built under a name of its own and moved: processes may race, and none sees half a library.
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         objects = {source: Path(scratch) / f"{source.stem}.o" for source in _sources(".cpp")}
@@ -115,7 +117,9 @@ def _build(folder: Path, path: InstructionPath) -> Path:
         unfinished = Path(scratch) / "kernels.so"
         _run_all([[compiler, *FLAGS, "-shared", *map(str, objects.values()), "-o", str(unfinished)]])
         unfinished.chmod(0o700)
-        library = folder / f"{_key(path)}-{_content_hash(unfinished)}.so"
+        if _key(path) != key:
+            raise KernelBuildError("the kernels' sources have changed while they were compiled: start again")
+        library = folder / f"{key}-{_content_hash(unfinished)}.so"
         unfinished.replace(library)
     return library
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
+from typing import Any
 
 import torch
 
 from compiled_engine.ops.cpu.packing import can_gate, packed_shape
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [_POINTER, _SIZE, _SIZE, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
+_ARGUMENTS: list[Any] = [_POINTER, _SIZE, _SIZE, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
 _ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

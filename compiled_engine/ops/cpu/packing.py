@@ -128,7 +128,10 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
     if not parts:
         raise ValueError("a packed weight needs at least one part")
     for part in parts:
-        (_check_quantized if isinstance(part, QuantizedRows) else _check_dense)(part)
+        if isinstance(part, QuantizedRows):
+            _check_quantized(part)
+        else:
+            _check_dense(part)
         if part.shape[1] != parts[0].shape[1]:
             raise ValueError(
                 f"parts of one weight have one number of inputs, not {parts[0].shape[1]} and {part.shape[1]}"

@@ -24,8 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from attention_speed import attention_rows
+from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.packing import ALIGNMENT, WeightPart, pack_into, packed_num_bytes
+from compiled_engine.ops.cpu.threads import CpuThreads
 from compiled_engine.ops.quantized_rows import QuantizedRows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "kernels.json"
@@ -184,6 +187,17 @@ def measure_linear(
                 )
 
 
+def measure_attention(kernel_folder: Path | None, seconds: float) -> Iterator[Measurement]:
+    """One layer of SmolLM2's shape, with a float32 and a bfloat16 cache."""
+    spec = AttentionSpec("layer", num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+    for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        for row in attention_rows(spec, dtype, kernel_folder, seconds):
+            took = row.microseconds * 1e-6
+            num_bytes, operations = row.gigabytes_per_second * 1e9 * took, row.gigaflops_per_second * 1e9 * took
+            num_rows = row.case.batch_size * row.case.new
+            yield Measurement("attention", row.case.name, name, num_rows, took, round(num_bytes), round(operations))
+
+
 def table_of(rooflines: Rooflines, measurements: Sequence[Measurement], threads: int) -> Table:
     """The measurements as parts of the rooflines."""
     title = (
@@ -221,6 +235,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 512])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--storages", nargs="+", choices=STORAGES, default=list(STORAGES), metavar="STORAGE")
+    parser.add_argument("--attention", action=argparse.BooleanOptionalAction, default=True, help="attention too")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
     parser.add_argument("--kernels", type=Path, help="folder that keeps the built kernels (default: built anew)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
@@ -233,7 +248,10 @@ def main() -> None:
     library = load_kernels(arguments.kernels, arguments.path)
     limits = Limits(arguments.seconds)
     rooflines = measure_rooflines(arguments.threads, limits)
+    CpuThreads(library, arguments.threads)
     measurements = list(measure_linear(library, arguments.shapes, arguments.storages, arguments.rows, limits))
+    if arguments.attention:
+        measurements += measure_attention(arguments.kernels, arguments.seconds)
     Console(width=160).print(table_of(rooflines, measurements, arguments.threads))
     report = {
         "machine": platform.processor() or platform.machine(),
