@@ -246,15 +246,15 @@ def test_a_changed_schema_changes_key_and_tag(sources: Path) -> None:
     library = sources / "ops" / "library.py"
     before = json.loads(run_in(sources.parent, KEY_PROGRAM))
     text = library.read_text()
-    assert "Tensor? bias) -> Tensor" in text
-    library.write_text(text.replace("Tensor? bias) -> Tensor", "Tensor? bias, int mode=0) -> Tensor"))
+    assert "int activation)" in text
+    library.write_text(text.replace("int activation)", "int activation, int mode=0)"))
     after = json.loads(run_in(sources.parent, KEY_PROGRAM))
     assert before[:2] != after[:2]
     assert before[0] != after[0]
     assert before[1] != after[1]
     changed = {name for name in after[2] if before[2].get(name) != after[2][name]}
-    assert changed == {"op.compiled_engine::linear", "source.ops/library.py"}
-    assert set(before[2]) >= {"op.compiled_engine::attention", "op.compiled_engine::linear"}
+    assert changed == {"op.compiled_engine::packed_linear", "source.ops/library.py"}
+    assert set(before[2]) >= {"op.compiled_engine::attention", "op.compiled_engine::packed_linear"}
 
 
 def test_key_and_load_import_no_compiler_and_no_transformers(tmp_path: Path) -> None:

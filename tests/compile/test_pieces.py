@@ -20,6 +20,7 @@ from compiled_engine.compile.packages import compile_packages
 from compiled_engine.compile.pieces import InductorPieces, create_piece_compiler
 from compiled_engine.compile.pipeline import compile_pieces
 from compiled_engine.compile.split import Piece
+from compiled_engine.compile.weights import materialize
 from compiled_engine.errors import CaptureError, ConfigError
 
 
@@ -97,5 +98,6 @@ def test_packages_are_compiled_side_by_side_and_told_of(small: Small, tmp_path: 
     assert [phase.name[:14] for phase in ledger.phases] == ["compile piece "] * 4
     key = small.planned.plan.head.piece
     run, eager = open_packages(made)[key], compiled(small.planned)[key]
-    arguments = [torch.randn(1, 5, 16), torch.tensor([4, 0]), ModuleWeights(small.module).tensors["head.weight"]]
+    weights = materialize(small.planned.plan.weights, ModuleWeights(small.module))
+    arguments = [torch.randn(1, 5, 16), torch.tensor([4, 0]), weights["packed(head.weight)"]]
     torch.testing.assert_close(run(arguments)[0], eager(arguments)[0], rtol=1e-5, atol=1e-5)

@@ -35,7 +35,7 @@ constexpr int64_t kMaxTileRows = 96;         // query rows, tokens times queries
 constexpr int64_t kFewRows = 16;             // so few rows that their splits are always worth sharing out
 constexpr int64_t kMaxPartials = 4 << 20;    // floats of splits' results that wait to be merged
 constexpr double kPackingCost = 8;  // of a key, in rows that it is multiplied with
-constexpr double kTinyCost = 1.5e5;  // multiply-adds that one thread does before another would have woken up
+constexpr double kTinyCost = 0;  // multiply-adds that one thread does before another would have woken up
 
 static_assert(kSplit % kTile == 0, "a split is whole tiles");
 

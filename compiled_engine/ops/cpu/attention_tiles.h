@@ -20,6 +20,8 @@ namespace {
 constexpr int kTile = 64;          // keys of a tile; tiles start at multiples of it
 constexpr int kMaxBlockRows = 6;   // query rows in registers at a time
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors of keys or of dimensions in registers at a time
+constexpr int kColumns = 4;  // words of each row that are turned into columns at a time
+constexpr int kColumnVectors = kLanes == 16 ? 2 : 1;  // vectors of keys that are turned into columns at a time
 constexpr int64_t kCacheLine = 64;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -36,7 +38,7 @@ struct TileRows {
 // over the arithmetic, requests to memory do not wait for each other. Into the second level: two tiles fill the first.
 template <typename T>
 inline void prefetch_line(const T* row, int64_t dim) {
-    if (dim % (kCacheLine / static_cast<int64_t>(sizeof(T))) == 0) __builtin_prefetch(row + dim, 0, 3);
+    if (dim % (kCacheLine / static_cast<int64_t>(sizeof(T))) == 0) __builtin_prefetch(row + dim, 0, 2);
 }
 
 // The part of a tile that somebody sees: keys begin to end.
@@ -57,7 +59,7 @@ inline int64_t block_rows(int64_t rows) {
     return (rows + blocks - 1) / blocks;
 }
 
-// Reads kLanes 32-bit words of each of kLanes rows and gives their columns.
+// Reads kColumns 32-bit words of each of kLanes rows and gives their columns.
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
 using Register = __m512;
@@ -102,27 +104,23 @@ inline Register gather_quarters(const T* const* rows, int64_t first) {
 #endif
 template <typename T>
 inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
+    // Part j holds rows j, j + 4, ...: unpacking goes on within quarters of 16 bytes and so puts rows in order.
+    Register part[4];
 #pragma GCC unroll 4
-    for (int column = 0; column < kLanes; column += 4) {
-        // Part j holds rows j, j + 4, ...: unpacking goes on within quarters of 16 bytes and so puts rows in order.
-        Register part[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) part[j] = gather_quarters(rows + j, first + column * 4 / sizeof(T));
-        const Register low01 = unpack_low(part[0], part[1]), high01 = unpack_high(part[0], part[1]);
-        const Register low23 = unpack_low(part[2], part[3]), high23 = unpack_high(part[2], part[3]);
-        columns[column] = low_pairs(low01, low23);
-        columns[column + 1] = high_pairs(low01, low23);
-        columns[column + 2] = low_pairs(high01, high23);
-        columns[column + 3] = high_pairs(high01, high23);
-    }
+    for (int j = 0; j < 4; ++j) part[j] = gather_quarters(rows + j, first);
+    const Register low01 = unpack_low(part[0], part[1]), high01 = unpack_high(part[0], part[1]);
+    const Register low23 = unpack_low(part[2], part[3]), high23 = unpack_high(part[2], part[3]);
+    columns[0] = low_pairs(low01, low23);
+    columns[1] = high_pairs(low01, low23);
+    columns[2] = low_pairs(high01, high23);
+    columns[3] = high_pairs(high01, high23);
 }
 #else
 template <typename T>
 inline void load_columns(const T* const* rows, int64_t first, Words* columns) {
-    for (int row = 0; row < kLanes; ++row) {
-        const Words words = read_as<Words>(rows[row] + first);
-        for (int column = 0; column < kLanes; ++column) columns[column][row] = words[column];
-    }
+    for (int row = 0; row < kLanes; ++row)
+        for (int column = 0; column < kColumns; ++column)
+            columns[column][row] = read_as<uint32_t>(rows[row] + first + column * sizeof(Words) / sizeof(T) / kLanes);
 }
 #endif
 
@@ -143,18 +141,18 @@ inline void split(Words words, const float16*, Floats* parts) {
     parts[1] = load(halves + kLanes);
 }
 
-// Columns of kLanes rows as floats, those of a number of dimensions that fills kLanes words.
+// Columns of kLanes rows as floats, those of a number of dimensions that fills kColumns words.
 template <typename T>
 struct Columns {
     static constexpr int parts = sizeof(uint32_t) / sizeof(T);
-    static constexpr int count = kLanes * parts;
+    static constexpr int count = kColumns * parts;
     Floats at[count];
 
     void read(const T* const* rows, int64_t dim) {
-        Words words[kLanes];
+        Words words[kColumns];
         load_columns(rows, dim, words);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) split(words[i], rows[0], at + i * parts);
+#pragma GCC unroll 4
+        for (int i = 0; i < kColumns; ++i) split(words[i], rows[0], at + i * parts);
     }
 };
 
@@ -222,32 +220,43 @@ inline void score_block(const float* queries, int64_t padded_dim, const float* k
         for (int v = 0; v < VECTORS; ++v) store(scores + row * kTile + v * kLanes, sums[row][v]);
 }
 
-// The same of one vector of keys where they are cached, which become columns in registers: for one block of queries
-// alone it would not pay to store them. `ahead`: the keys of the next tile.
-template <int ROWS, typename T>
+// The same of keys where they are cached, which become columns in registers: for one block of queries alone it would
+// not pay to store them. `ahead`: the keys of the next tile.
+template <int ROWS, int VECTORS, typename T>
 inline void score_cached_block(const float* queries, int64_t padded_dim, const T* const* keys, const T* const* ahead,
                                int64_t head_dim, float* scores) {
-    Floats sums[ROWS];
+    Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 8
-    for (int row = 0; row < ROWS; ++row) sums[row] = Floats{};
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) sums[row][v] = Floats{};
     int64_t dim = 0;
     for (; dim + Columns<T>::count <= head_dim; dim += Columns<T>::count) {
-        for (int i = 0; i < kLanes; ++i) prefetch_line(ahead[i], dim);
-        Columns<T> columns;
-        columns.read(keys, dim);
 #pragma GCC unroll 32
+        for (int i = 0; i < VECTORS * kLanes; ++i) prefetch_line(ahead[i], dim);
+        Columns<T> columns[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) columns[v].read(keys + v * kLanes, dim);
+#pragma GCC unroll 8
         for (int i = 0; i < Columns<T>::count; ++i)
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row)
-                sums[row] += broadcast(queries[row * padded_dim + dim + i]) * columns.at[i];
-    }
-    for (; dim < head_dim; ++dim) {
-        const Floats column = read_column(keys, dim);
+            for (int row = 0; row < ROWS; ++row) {
+                const Floats query = broadcast(queries[row * padded_dim + dim + i]);
 #pragma GCC unroll 8
-        for (int row = 0; row < ROWS; ++row) sums[row] += broadcast(queries[row * padded_dim + dim]) * column;
+                for (int v = 0; v < VECTORS; ++v) sums[row][v] += query * columns[v].at[i];
+            }
     }
+    for (; dim < head_dim; ++dim)
 #pragma GCC unroll 8
-    for (int row = 0; row < ROWS; ++row) store(scores + row * kTile, sums[row]);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Floats column = read_column(keys + v * kLanes, dim);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row) sums[row][v] += broadcast(queries[row * padded_dim + dim]) * column;
+        }
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) store(scores + row * kTile + v * kLanes, sums[row][v]);
 }
 
 // Adds weights times values, keys of `seen` in order, to VECTORS vectors of each of ROWS sums. `ahead`: the values of
@@ -292,8 +301,12 @@ void score_rows(const float* queries, int64_t padded_dim, const float* keys, int
 template <int ROWS, typename T>
 void score_cached_rows(const float* queries, int64_t padded_dim, const T* const* keys, const T* const* ahead,
                        int64_t head_dim, Range seen, float* scores) {
-    for (int64_t key = seen.begin / kLanes * kLanes; key < seen.end; key += kLanes)
-        score_cached_block<ROWS>(queries, padded_dim, keys + key, ahead + key, head_dim, scores + key);
+    constexpr int64_t step = kColumnVectors * kLanes;
+    int64_t key = seen.begin / kLanes * kLanes;
+    for (; key + step - kLanes < seen.end && key + step <= kTile; key += step)
+        score_cached_block<ROWS, kColumnVectors>(queries, padded_dim, keys + key, ahead + key, head_dim, scores + key);
+    for (; key < seen.end; key += kLanes)
+        score_cached_block<ROWS, 1>(queries, padded_dim, keys + key, ahead + key, head_dim, scores + key);
 }
 
 template <int ROWS, typename V>

@@ -250,15 +250,12 @@ void linear_of_few_rows(const Call& call, int threads) {
     // Whole runs of units, so that what is fetched ahead is used; several per thread, so that none waits long.
     const int64_t pieces_per_thread = std::min<int64_t>(8, divide_up(num_units, 5 * threads));
     const int64_t units_per_piece = divide_up(num_units, threads * pieces_per_thread);
-#pragma omp parallel num_threads(threads)
-    {
-        // Every thread packs the input for itself: it is less than a barrier costs.
-        PackedInput input{nullptr, call.num_rows, call.header.in_features};
-        input.data = input_scratch.floats(input.num_floats());
-        pack_panel<T>(call, {0, call.num_rows}, input);
-#pragma omp for schedule(dynamic, units_per_piece) nowait
-        for (int64_t unit = 0; unit < num_units; ++unit) few_rows<T>(call, unit, input);
-    }
+    PackedInput input{nullptr, call.num_rows, call.header.in_features};
+    input.data = input_scratch.floats(input.num_floats());
+    pack_panel<T>(call, {0, call.num_rows}, input);
+    share_out_ranges(num_units, units_per_piece, threads, [&](int64_t first, int64_t last) {
+        for (int64_t unit = first; unit < last; ++unit) few_rows<T>(call, unit, input);
+    });
 }
 
 template <typename T>
@@ -270,21 +267,16 @@ void linear_of_many_rows(const Call& call, int threads) {
     const int64_t units_per_task =
         std::clamp<int64_t>(num_units * num_groups / (threads * kTasksPerThread), 1, kMaxTaskUnits);
     const int64_t num_tasks = divide_up(num_units, units_per_task) * num_groups;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < panels; ++index)
-            pack_panel<T>(call, panel_at(index, call.num_rows), input);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t index = 0; index < num_tasks; ++index) {
-            // Tasks with the same weights follow one another.
-            const int64_t unit = index / num_groups * units_per_task, group = index % num_groups;
-            many_rows<T>(call,
-                         make_task(unit, std::min(num_units, unit + units_per_task), panels * group / num_groups,
-                                   panels * (group + 1) / num_groups, call.num_rows),
-                         input, block_scratch);
-        }
-    }
+    share_out(panels, threads,
+              [&](int64_t index) { pack_panel<T>(call, panel_at(index, call.num_rows), input); });
+    share_out(num_tasks, threads, [&](int64_t index) {
+        // Tasks with the same weights follow one another.
+        const int64_t unit = index / num_groups * units_per_task, group = index % num_groups;
+        many_rows<T>(call,
+                     make_task(unit, std::min(num_units, unit + units_per_task), panels * group / num_groups,
+                               panels * (group + 1) / num_groups, call.num_rows),
+                     input, block_scratch);
+    });
 }
 
 // Below this much work one thread is done before another has woken up.

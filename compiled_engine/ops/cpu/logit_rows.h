@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "threads.h"
 
 namespace {
 
@@ -23,6 +25,7 @@ constexpr int64_t kBlock = 128;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Threads are woken for no less than this many logits.
 constexpr int64_t kWorthSharing = 1 << 16;
+constexpr int64_t kSharedBlocks = 64;  // blocks of a row that one thread takes at a time
 
 template <typename T>
 struct Row {
@@ -110,13 +113,11 @@ float find_maxima(const Row<T>& row, Workspace& workspace) {
     const int64_t num_blocks = row.num_blocks();
     workspace.maxima.resize(num_blocks);
     float* maxima = workspace.maxima.data();
-    bool has_nan = false;
-#pragma omp parallel num_threads(workspace.threads_for(row.size)) reduction(|| : has_nan)
-    {
+    std::atomic<bool> has_nan{false};
+    share_out_ranges(num_blocks, kSharedBlocks, workspace.threads_for(row.size), [&](int64_t first, int64_t last) {
         alignas(64) float buffer[kBlock];
         Ints nan_lanes{};
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < num_blocks; ++index) {
+        for (int64_t index = first; index < last; ++index) {
             const float* logits = row.block(index, buffer);
             Floats largest = broadcast(-kInfinity);
             for (int64_t i = 0; i < kBlock; i += kLanes) {
@@ -126,8 +127,8 @@ float find_maxima(const Row<T>& row, Workspace& workspace) {
             }
             maxima[index] = largest_of_lanes(largest);
         }
-        has_nan = any_lane(nan_lanes);
-    }
+        if (any_lane(nan_lanes)) has_nan.store(true, std::memory_order_relaxed);
+    });
     if (has_nan) return std::numeric_limits<float>::quiet_NaN();
     return std::accumulate(maxima, maxima + num_blocks, -kInfinity, [](float a, float b) { return std::max(a, b); });
 }
@@ -187,11 +188,11 @@ double find_sums(const Row<T>& row, const Scale& scale, Workspace& workspace) {
     const int64_t num_blocks = row.num_blocks();
     workspace.sums.resize(num_blocks);
     float* sums = workspace.sums.data();
-#pragma omp parallel for schedule(static) num_threads(workspace.threads_for(row.size))
-    for (int64_t index = 0; index < num_blocks; ++index) {
+    share_out_ranges(num_blocks, kSharedBlocks, workspace.threads_for(row.size), [&](int64_t first, int64_t last) {
         alignas(64) float buffer[kBlock], weights[kBlock];
-        sums[index] = scale.weights(row.block(index, buffer), weights);
-    }
+        for (int64_t index = first; index < last; ++index)
+            sums[index] = scale.weights(row.block(index, buffer), weights);
+    });
     return std::accumulate(sums, sums + num_blocks, 0.0);
 }
 

@@ -161,15 +161,13 @@ extern "C" int64_t pack_weight(const PartSource* sources, int64_t num_parts, int
     std::memcpy(out + sizeof(header), parts.data(), parts.size() * sizeof(PackedPart));
     header.halves_match = halves_match(out, header);
     std::memcpy(out, &header, sizeof(header));
-#pragma omp parallel num_threads(num_threads())
     for (int64_t index = 0; index < num_parts; ++index) {
         const PackedPart& part = parts[index];
         uint8_t* data = out + part.data_offset;
         const int64_t used = num_blocks(part) * part.block_bytes;
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t block = 0; block < num_blocks(part); ++block)
+        share_out(num_blocks(part), num_threads(), [&](int64_t block) {
             pack_block(sources[index], part, in_features, block, data + block * part.block_bytes);
-#pragma omp single nowait
+        });
         std::memset(data + used, 0, round_up(used, kBufferAlignment) - used);
     }
     return header.num_bytes;
@@ -178,16 +176,12 @@ extern "C" int64_t pack_weight(const PartSource* sources, int64_t num_parts, int
 // out: float [out_features, in_features].
 extern "C" void unpack_weight(const uint8_t* packed, float* out) {
     const PackedHeader header = read_header(packed);
-#pragma omp parallel num_threads(num_threads())
-    {
+    share_out(header.num_blocks, num_threads(), [&](int64_t index) {
         std::vector<float> floats(header.in_features * kBlockColumns);
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < header.num_blocks; ++index) {
-            const Block block = find_block(packed, index);
-            block_to_floats(block.part, block.data, 0, header.in_features, floats.data());
-            for (int64_t row = 0; row < block.rows; ++row)
-                for (int64_t k = 0; k < header.in_features; ++k)
-                    out[(block.first_row + row) * header.in_features + k] = floats[k * kBlockColumns + row];
-        }
-    }
+        const Block block = find_block(packed, index);
+        block_to_floats(block.part, block.data, 0, header.in_features, floats.data());
+        for (int64_t row = 0; row < block.rows; ++row)
+            for (int64_t k = 0; k < header.in_features; ++k)
+                out[(block.first_row + row) * header.in_features + k] = floats[k * kBlockColumns + row];
+    });
 }

@@ -157,14 +157,12 @@ int64_t sample_rows(const T* logits, const SamplingRows& rows) {
     const int count = rows.num_rows * rows.vocab_size >= kWorthSharing ? num_threads() : 1;
     // With fewer rows than threads, each row is shared out among the threads in its turn.
     const bool shares_rows = rows.num_rows < count;
-#pragma omp parallel num_threads(shares_rows ? 1 : count)
-    {
-        Workspace workspace;
-        TopP top_p;
-        if (shares_rows) workspace.num_threads = count;
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < rows.num_rows; ++index) sample_row(logits, rows, index, workspace, top_p);
-    }
+    share_out(rows.num_rows, shares_rows ? 1 : count, [&](int64_t index) {
+        thread_local Workspace workspace;
+        thread_local TopP top_p;
+        workspace.num_threads = shares_rows ? count : 1;
+        sample_row(logits, rows, index, workspace, top_p);
+    });
     for (int64_t index = 0; index < rows.num_rows; ++index)
         if (!std::isfinite(rows.maxima[index])) return index;
     return -1;
