@@ -7,9 +7,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-# Rounds of GNU OpenMP's waiting loop, some tens of microseconds: about the gap between two kernels of a step. Its own
-# default spins for milliseconds, and a thread that spins while another process wants the core makes both wait.
-_SPIN_COUNT = "30000"
+# Rounds of GNU OpenMP's waiting loop, some tens of microseconds. Its own default spins for milliseconds, and a thread
+# that spins keeps its core from the kernels, which have threads of their own, and from other processes.
+_SPIN_COUNT = "3000"
 
 
 def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:

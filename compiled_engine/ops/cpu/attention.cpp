@@ -10,8 +10,6 @@
 #include <cstring>
 #include <vector>
 
-#include <omp.h>
-
 #include "attention_tiles.h"
 #include "numbers.h"
 #include "threads.h"
@@ -34,8 +32,9 @@ constexpr int64_t kSplit = 512;
 constexpr int64_t kMaxTileRows = 96;         // query rows, tokens times queries_per_kv, that share one packed tile
 constexpr int64_t kFewRows = 16;             // so few rows that their splits are always worth sharing out
 constexpr int64_t kMaxPartials = 4 << 20;    // floats of splits' results that wait to be merged
+constexpr int64_t kSmallWrite = 128 << 10;   // bytes of keys and values that one thread stores at once
 constexpr double kPackingCost = 8;  // of a key, in rows that it is multiplied with
-constexpr double kTinyCost = 0;  // multiply-adds that one thread does before another would have woken up
+constexpr double kTinyCost = 1.5e5;  // multiply-adds that one thread does before another would have woken up
 
 static_assert(kSplit % kTile == 0, "a split is whole tiles");
 
@@ -421,19 +420,10 @@ void write_and_attend(const Call<T>& call) {
     const int threads = threads_for(call);
     const int64_t num_writes = call.key.data == nullptr ? 0 : 2 * call.layer.num_kv_heads;
     make_plan(call, threads, plan);
-    const int64_t num_pieces = plan.pieces.size();
-    if (threads == 1) {
-        for (int64_t i = 0; i < num_writes; ++i) write_head(call, i / 2, i % 2 == 1);
-        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i, i + 1);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_writes; ++i) write_head(call, i / 2, i % 2 == 1);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_pieces; ++i) attend_piece(call, plan, i, i + threads);
-    }
+    const int64_t bytes_per_write = call.num_tokens * call.layer.head_dim * static_cast<int64_t>(sizeof(T));
+    const int writers = num_writes * bytes_per_write < kSmallWrite ? 1 : threads;
+    share_out(num_writes, writers, [&](int64_t i) { write_head(call, i / 2, i % 2 == 1); });
+    share_out(plan.pieces.size(), threads, [&](int64_t i) { attend_piece(call, plan, i, i + threads); });
 }
 
 }  // namespace

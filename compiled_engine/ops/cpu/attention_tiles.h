@@ -271,9 +271,10 @@ inline void add_block(const float* weights, const V* const* values, const V* con
         for (int v = 0; v < VECTORS; ++v) total[row][v] = load(sums + row * stride + dim + v * kLanes);
     for (int64_t key = seen.begin; key < seen.end; ++key) {
         Floats value[VECTORS];
-        if (ahead != nullptr)
+        if (ahead != nullptr) {
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; ++v) prefetch_line(ahead[key], dim + v * kLanes);
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; ++v) value[v] = load(values[key] + dim + v * kLanes);
 #pragma GCC unroll 8
