@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from task import Report, Task, read_report, write_json
 
 from bar_chart import svg
 from busy import BusyClock
@@ -36,6 +35,7 @@ from machine import cpu_name, describe_machine
 from model_files import HERE, ModelFiles, find_model_files
 from report_tables import rate_figures, show, single_figures
 from summary import Summary, compare_texts, summarise
+from task import Report, Task, read_report, write_json
 
 LONG_PROMPT_TOKENS = 512
 

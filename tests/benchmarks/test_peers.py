@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "engines"))
-import memory
-import worker
-from task import BatchReport, Completions, Report, Task
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import busy
+import memory
 import side_by_side
+import worker
 from catalogue import EngineEntry
 from figures import Figure
 from model_files import ModelFiles
 from report_tables import comparison_table
 from summary import Rates, compare_batch, percentile, rates_of, summarise
+from task import BatchReport, Completions, Report, Task
 
 FAKE_ENGINE = """
 from __future__ import annotations
