@@ -15,7 +15,8 @@ BLOCK_TOKENS = 16
 
 
 class CompiledEngine:
-    """Options of the task are settings of ``EngineConfig``; ``dtype`` is float32 where they do not say otherwise."""
+    """Options of the task are settings of ``EngineConfig``; ``dtype`` is float32 where they do not say otherwise.
+    ``unpacked`` stands for a model whose weights are plain floats."""
 
     def __init__(self, task: Task) -> None:
         settings: dict[str, Any] = {
@@ -25,10 +26,13 @@ class CompiledEngine:
             "enable_prefix_caching": False,  # all calls of a batch have the same prompts
             "num_threads": task.threads,
         }
-        settings |= task.options
+        options = dict(task.options)
+        # The weights unpacked to floats, as other engines read them, instead of the GGUF file's blocks.
+        gguf_file = None if options.pop("unpacked", False) else task.gguf_file
+        settings |= options
         float_bytes = 4 if settings["dtype"] == "float32" else 2
         settings["kv_cache_memory"] = task.cache_bytes(BLOCK_TOKENS, float_bytes)
-        config = EngineConfig(model=task.gguf_file or task.model_folder, block_size=BLOCK_TOKENS, **settings)
+        config = EngineConfig(model=gguf_file or task.model_folder, block_size=BLOCK_TOKENS, **settings)
         self._engine = Engine.from_config(config, Ledger())
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: int) -> Completions:

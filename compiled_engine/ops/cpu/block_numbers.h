@@ -76,6 +76,23 @@ inline __attribute__((always_inline)) void read_numbers(const bfloat16* data, in
     }
 }
 
+// The pairs of columns from column on at an even k of a block of bfloat16.
+inline const bfloat16* pairs_of(const uint8_t* block, int64_t column, int64_t k) {
+    return reinterpret_cast<const bfloat16*>(block) + k * kBlockColumns + 2 * column;
+}
+
+// Calls sink.add(j, w0, w1) with two vectors of pairs for every two neighbouring k, j = 0, 2, 4, 6 in turn, and
+// sink.advance() after every eighth k. The last pair of an odd count has a zero.
+template <typename Sink>
+inline __attribute__((always_inline)) void read_pairs(const bfloat16* data, int64_t count, Sink& sink) {
+    for (; count > 0; count -= kStep) {
+        const int64_t now = count < kStep ? count : kStep;
+        for (int64_t j = 0; j < now; j += 2, data += 2 * kBlockColumns)
+            sink.add(j, read_as<Words>(data), read_as<Words>(data + 2 * kLanes));
+        sink.advance();
+    }
+}
+
 struct Scales {
     Floats scale[2], offset[2];
 };
@@ -175,7 +192,7 @@ inline __attribute__((always_inline)) void read_block(const PackedPart& part, co
     if constexpr (storage == Storage::float32)
         read_numbers(reinterpret_cast<const float*>(block) + begin * kBlockColumns + column, end - begin, sink);
     else if constexpr (storage == Storage::bfloat16)
-        read_numbers(reinterpret_cast<const bfloat16*>(block) + begin * kBlockColumns + 2 * column, end - begin, sink);
+        read_numbers(pairs_of(block, column, begin), end - begin, sink);
     else if constexpr (storage == Storage::float16)
         read_numbers(reinterpret_cast<const float16*>(block) + begin * kBlockColumns + column, end - begin, sink);
     else

@@ -3,6 +3,10 @@
 // Every number of the product is a sum over k in one fixed order: chunks of kChunk are summed from zero with one fused
 // multiply-add per k, and the sums of the chunks are added in order. It depends on nothing but the row, the weight's
 // numbers and the machine's instructions: not on the other rows, the number of threads, or how the numbers are stored.
+//
+// One exception: machines with AVX512_BF16 multiply bfloat16 input and weights that are stored as bfloat16 as they are,
+// at twice the speed, with one instruction per pair of k. Its sums are rounded in another order, so that such a weight
+// gives other last bits than the same numbers in another storage.
 #include "activations.h"
 #include "threads.h"
 #include "tile.h"
@@ -11,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 namespace {
 
@@ -72,35 +77,86 @@ Panel panel_at(int64_t index, int64_t num_rows) {
     return {index * each + std::min(index, larger), each + (index < larger)};
 }
 
-// The input as floats, one stream for all panels of a chunk: [k / kChunk][panel][k % kChunk / kStep][row][kStep].
+// The input as Element, one stream for all panels of a chunk: [k / kChunk][panel][k % kChunk / kStep][row][kStep].
 // Rows of a panel that lay as far apart as they come would fall on one another in the cache.
+template <typename Element>
 struct PackedInput {
-    float* data;
+    Element* data;
     int64_t num_rows, in_features;
 
-    int64_t num_floats() const { return num_rows * round_up(in_features, kStep); }
     // k: the first of a chunk.
-    float* at(const Panel& panel, int64_t k) const {
+    Element* at(const Panel& panel, int64_t k) const {
         const int64_t length = std::min(kChunk, round_up(in_features - k, kStep));
         return data + k * num_rows + panel.first_row * length;
     }
 };
 
-// Missing last k become zeros.
+// What the parts of a weight are multiplied with. data is null where no part is.
+struct PackedInputs {
+    PackedInput<float> floats;
+    PackedInput<bfloat16> pairs;
+};
+
+// Whether input of type T is multiplied in pairs with the parts that are stored alike.
 template <typename T>
-void pack_panel(const Call& call, const Panel& panel, const PackedInput& packed) {
+constexpr bool kCanPair = kHasPairProducts && std::is_same_v<T, bfloat16>;
+
+template <typename T>
+inline bool is_paired(const PackedPart& part) {
+    return kCanPair<T> && part.storage == Storage::bfloat16;
+}
+
+// Calls use with the input that the part is multiplied with.
+template <typename T, typename Use>
+inline void with_input(const PackedPart& part, const PackedInputs& inputs, const Use& use) {
+    if constexpr (kCanPair<T>) {
+        if (is_paired<T>(part)) return use(inputs.pairs);
+    }
+    use(inputs.floats);
+}
+
+// Room for what the weight's parts need.
+template <typename T>
+PackedInputs make_inputs(const Call& call, Scratch& scratch) {
+    const int64_t in_features = call.header.in_features, num_parts = call.header.num_parts;
+    int64_t num_paired = 0;
+    for (int64_t index = 0; index < num_parts; ++index) num_paired += is_paired<T>(read_part(call.packed, index));
+    const int64_t count = call.num_rows * round_up(in_features, kStep);
+    const int64_t num_floats = num_paired < num_parts ? count : 0, num_in_pairs = num_paired > 0 ? count : 0;
+    float* data = scratch.floats(num_floats + num_in_pairs / 2);
+    return {{num_floats > 0 ? data : nullptr, call.num_rows, in_features},
+            {num_in_pairs > 0 ? reinterpret_cast<bfloat16*>(data + num_floats) : nullptr, call.num_rows, in_features}};
+}
+
+template <typename T>
+inline void convert(T from, float& to) {
+    to = to_float(from);
+}
+inline void convert(bfloat16 from, bfloat16& to) { to = from; }
+
+// Missing last k become zeros.
+template <typename T, typename Element>
+void pack_panel(const Call& call, const Panel& panel, const PackedInput<Element>& packed) {
     const int64_t in_features = call.header.in_features, rows = panel.rows;
     for (int64_t begin = 0; begin < in_features; begin += kChunk) {
         const int64_t end = std::min(in_features, begin + kChunk);
         for (int64_t row = 0; row < rows; ++row) {
             const T* from = static_cast<const T*>(call.input) + (panel.first_row + row) * call.input_row_stride;
-            float* to = packed.at(panel, begin) + row * kStep;
+            Element* to = packed.at(panel, begin) + row * kStep;
             int64_t k = begin;
             for (; k + kStep <= end; k += kStep, to += rows * kStep)
-                for (int64_t j = 0; j < kStep; ++j) to[j] = to_float(from[k + j]);
+                for (int64_t j = 0; j < kStep; ++j) convert(from[k + j], to[j]);
             if (k < end)
-                for (int64_t j = 0; j < kStep; ++j) to[j] = k + j < end ? to_float(from[k + j]) : 0.0f;
+                for (int64_t j = 0; j < kStep; ++j) convert(k + j < end ? from[k + j] : T{}, to[j]);
         }
+    }
+}
+
+template <typename T>
+void pack_panel(const Call& call, const Panel& panel, const PackedInputs& inputs) {
+    if (inputs.floats.data != nullptr) pack_panel<T>(call, panel, inputs.floats);
+    if constexpr (kCanPair<T>) {
+        if (inputs.pairs.data != nullptr) pack_panel<T>(call, panel, inputs.pairs);
     }
 }
 
@@ -165,24 +221,30 @@ void find_blocks(const Call& call, int64_t unit, Block* blocks) {
         blocks[i] = find_block(call.packed, unit + i * call.num_units());
 }
 
+// A block times one panel.
+template <typename Element>
+void multiply_block(const Block& block, const Panel& panel, const PackedInput<Element>& input, float* sums) {
+    const int64_t in_features = input.in_features;
+    const MultiplyTile<Element> multiply = tile_function<Element>(block.part.storage, panel.rows);
+    const int64_t bytes_per_step = divide_up(block.part.block_bytes * kStep, in_features);
+    for (int64_t k = 0; k < in_features; k += kChunk) {
+        const uint8_t* ahead = block.data + block.part.block_bytes * k / in_features + kPrefetchDistance;
+        multiply({block.part, block.data, k, std::min(in_features, k + kChunk), input.at(panel, k), sums, k == 0,
+                  {ahead, bytes_per_step}});
+    }
+}
+
 // One panel: numbers are made in registers from the packed ones as they stream by.
 template <typename T>
-void few_rows(const Call& call, int64_t unit, const PackedInput& input) {
-    const int64_t in_features = call.header.in_features;
+void few_rows(const Call& call, int64_t unit, const PackedInputs& inputs) {
     const Panel panel{0, call.num_rows};
     Block blocks[2];
     find_blocks(call, unit, blocks);
     alignas(kBufferAlignment) float sums[2 * kMaxPanelRows * kBlockColumns];
-    for (int64_t i = 0; i < call.blocks_per_unit(); ++i) {
-        const Block& block = blocks[i];
-        const MultiplyTile multiply = tile_function(block.part.storage, panel.rows);
-        const int64_t bytes_per_step = divide_up(block.part.block_bytes * kStep, in_features);
-        for (int64_t k = 0; k < in_features; k += kChunk) {
-            const uint8_t* ahead = block.data + block.part.block_bytes * k / in_features + kPrefetchDistance;
-            multiply({block.part, block.data, k, std::min(in_features, k + kChunk), input.at(panel, k),
-                      sums + i * panel.rows * kBlockColumns, k == 0, {ahead, bytes_per_step}});
-        }
-    }
+    for (int64_t i = 0; i < call.blocks_per_unit(); ++i)
+        with_input<T>(blocks[i].part, inputs, [&](const auto& input) {
+            multiply_block(blocks[i], panel, input, sums + i * panel.rows * kBlockColumns);
+        });
     finish<T>(call, blocks, panel, sums);
 }
 
@@ -203,40 +265,56 @@ Task make_task(int64_t first_unit, int64_t last_unit, int64_t first_panel, int64
             last.first_row + last.rows - first_row};
 }
 
-// The numbers of a chunk of a block as floats: in place, or made in a buffer.
-const float* chunk_floats(const Block& block, int64_t begin, int64_t end, float* buffer) {
-    if (block.part.storage == Storage::float32)
-        return reinterpret_cast<const float*>(block.data) + begin * kBlockColumns;
+template <typename Element>
+constexpr Storage kStorageOf = std::is_same_v<Element, float> ? Storage::float32 : Storage::bfloat16;
+
+// The numbers of a chunk of a block as Element: in place, or made in a buffer.
+template <typename Element>
+const uint8_t* chunk_numbers(const Block& block, int64_t begin, int64_t end, float* buffer) {
+    if (block.part.storage == kStorageOf<Element>) return block.data + begin * kBlockColumns * sizeof(Element);
     block_to_floats(block.part, block.data, begin, end, buffer);
-    return buffer;
+    return reinterpret_cast<const uint8_t*>(buffer);
+}
+
+// A chunk of a block, from begin to end, times the task's panels. sums_of(panel): where its sums are.
+template <typename Element, typename SumsOf>
+void multiply_chunk(const Block& block, int64_t begin, int64_t end, const Task& task, const PackedInput<Element>& input,
+                    float* buffer, const SumsOf& sums_of) {
+    const int64_t in_features = input.in_features, steps = divide_up(end - begin, kStep);
+    const uint8_t* numbers = chunk_numbers<Element>(block, begin, end, buffer);
+    const int64_t bytes = block.part.block_bytes * (end - begin) / in_features;
+    Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
+                      divide_up(bytes, steps * (task.last_panel - task.first_panel))};
+    const PackedPart part{};
+    for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
+        const Panel panel = panel_at(index, input.num_rows);
+        tile_function<Element>(kStorageOf<Element>, panel.rows)(
+            {part, numbers, 0, end - begin, input.at(panel, begin), sums_of(panel), begin == 0, prefetch});
+        prefetch.next += prefetch.bytes_per_step * steps;
+    }
 }
 
 // Many panels: the numbers of a chunk are made once for all of them, and the block's next chunk is fetched meanwhile.
 template <typename T>
-void many_rows(const Call& call, const Task& task, const PackedInput& input, Scratch& scratch) {
+void many_rows(const Call& call, const Task& task, const PackedInputs& inputs, Scratch& scratch) {
     const int64_t in_features = call.header.in_features, num_blocks = call.blocks_per_unit();
     float* buffer = scratch.floats((kChunk + task.num_units * num_blocks * task.num_rows) * kBlockColumns);
     float* sums = buffer + kChunk * kBlockColumns;
-    const PackedPart floats{};
     for (int64_t k = 0; k < in_features; k += kChunk) {
-        const int64_t end = std::min(in_features, k + kChunk), steps = divide_up(end - k, kStep);
-        for (int64_t item = 0; item < task.num_units * num_blocks; ++item) {
-            const int64_t unit = item / num_blocks, i = item % num_blocks;
+        const int64_t end = std::min(in_features, k + kChunk);
+        for (int64_t unit = 0; unit < task.num_units; ++unit) {
             Block blocks[2];
             find_blocks(call, task.first_unit + unit, blocks);
-            const Block& block = blocks[i];
-            const float* numbers = chunk_floats(block, k, end, buffer);
-            const int64_t bytes = block.part.block_bytes * (end - k) / in_features;
-            Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
-                              divide_up(bytes, steps * (task.last_panel - task.first_panel))};
+            for (int64_t i = 0; i < num_blocks; ++i)
+                with_input<T>(blocks[i].part, inputs, [&](const auto& input) {
+                    multiply_chunk(blocks[i], k, end, task, input, buffer, [&](const Panel& panel) {
+                        return sums + task.first_sum(unit, panel, i, num_blocks);
+                    });
+                });
+            if (end < in_features) continue;
             for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
                 const Panel panel = panel_at(index, call.num_rows);
-                float* its_sums = sums + task.first_sum(unit, panel, i, num_blocks);
-                tile_function(Storage::float32, panel.rows)({floats, reinterpret_cast<const uint8_t*>(numbers), 0,
-                                                             end - k, input.at(panel, k), its_sums, k == 0, prefetch});
-                prefetch.next += prefetch.bytes_per_step * steps;
-                if (end == in_features && i + 1 == num_blocks)
-                    finish<T>(call, blocks, panel, sums + task.first_sum(unit, panel, 0, num_blocks));
+                finish<T>(call, blocks, panel, sums + task.first_sum(unit, panel, 0, num_blocks));
             }
         }
     }
@@ -250,32 +328,30 @@ void linear_of_few_rows(const Call& call, int threads) {
     // Whole runs of units, so that what is fetched ahead is used; several per thread, so that none waits long.
     const int64_t pieces_per_thread = std::min<int64_t>(8, divide_up(num_units, 5 * threads));
     const int64_t units_per_piece = divide_up(num_units, threads * pieces_per_thread);
-    PackedInput input{nullptr, call.num_rows, call.header.in_features};
-    input.data = input_scratch.floats(input.num_floats());
-    pack_panel<T>(call, {0, call.num_rows}, input);
+    const PackedInputs inputs = make_inputs<T>(call, input_scratch);
+    pack_panel<T>(call, Panel{0, call.num_rows}, inputs);
     share_out_ranges(num_units, units_per_piece, threads, [&](int64_t first, int64_t last) {
-        for (int64_t unit = first; unit < last; ++unit) few_rows<T>(call, unit, input);
+        for (int64_t unit = first; unit < last; ++unit) few_rows<T>(call, unit, inputs);
     });
 }
 
 template <typename T>
 void linear_of_many_rows(const Call& call, int threads) {
-    PackedInput input{nullptr, call.num_rows, call.header.in_features};
-    input.data = input_scratch.floats(input.num_floats());
+    const PackedInputs inputs = make_inputs<T>(call, input_scratch);
     const int64_t panels = num_panels(call.num_rows), num_groups = divide_up(panels, kMaxGroupPanels);
     const int64_t num_units = call.num_units();
     const int64_t units_per_task =
         std::clamp<int64_t>(num_units * num_groups / (threads * kTasksPerThread), 1, kMaxTaskUnits);
     const int64_t num_tasks = divide_up(num_units, units_per_task) * num_groups;
     share_out(panels, threads,
-              [&](int64_t index) { pack_panel<T>(call, panel_at(index, call.num_rows), input); });
+              [&](int64_t index) { pack_panel<T>(call, panel_at(index, call.num_rows), inputs); });
     share_out(num_tasks, threads, [&](int64_t index) {
         // Tasks with the same weights follow one another.
         const int64_t unit = index / num_groups * units_per_task, group = index % num_groups;
         many_rows<T>(call,
                      make_task(unit, std::min(num_units, unit + units_per_task), panels * group / num_groups,
                                panels * (group + 1) / num_groups, call.num_rows),
-                     input, block_scratch);
+                     inputs, block_scratch);
     });
 }
 

@@ -55,6 +55,10 @@ class PackedLinear:
         input: float32, bfloat16 or float16 [..., in_features]; packed: from ``pack_into``; bias: [out_features];
         residual: like the output, [..., out_features], or half of that where the activation is gated. All have the
         input's dtype. Raises ``ValueError`` for tensors that do not fit together.
+
+        A row of the result depends, bit for bit, on that row and the weight's numbers alone, however these are stored.
+        Only the path ``avx512_bf16`` multiplies a bfloat16 input and parts stored as bfloat16 with an instruction that
+        sums in an order of its own and takes subnormal numbers for zero.
         """
         out_features, in_features = packed_shape(packed)
         if input.dtype not in _ELEMENT_TYPES or input.device.type != "cpu" or input.shape[-1:] != (in_features,):

@@ -1,7 +1,8 @@
 // Element types and vectors of float that all kernels share.
 //
 // A vector is the machine's own width in GCC's vector extension, so one source serves every instruction path: 16 lanes
-// with AVX-512, 8 with AVX2, 4 elsewhere. All arithmetic is float; narrower types are only stored.
+// with AVX-512, 8 with AVX2, 4 elsewhere. All arithmetic is float; narrower types are only stored, but for bfloat16
+// where the machine multiplies it (tile.h).
 #pragma once
 
 #include <cstdint>

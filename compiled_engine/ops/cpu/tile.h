@@ -1,8 +1,11 @@
 // The innermost loop: a few rows of the input times a block of the weight, sums in registers.
+//
+// The input's Element is float, times numbers of any storage as floats, or bfloat16, times bfloat16 in pairs of k.
 #pragma once
 
 #include "block_numbers.h"
 
+#include <type_traits>
 #include <utility>
 
 namespace {
@@ -17,6 +20,13 @@ constexpr int64_t kMaxPanelRows = 12;
 constexpr int64_t kMaxPanelRows = 6;
 #endif
 
+// Whether bfloat16 input and weights are multiplied as they are.
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairProducts = true;
+#else
+constexpr bool kHasPairProducts = false;
+#endif
+
 // Memory that will be needed soon, fetched a little with every step of a tile.
 struct Prefetch {
     const uint8_t* next;
@@ -28,19 +38,21 @@ struct Prefetch {
     }
 };
 
+template <typename Element>
 struct TileWork {
     const PackedPart& part;
     const uint8_t* block;
     int64_t begin, end;
     // The panel's input from begin on: [k / kStep][row][kStep].
-    const float* input;
+    const Element* input;
     // [rows][kBlockColumns]. Set by the chunk that begins at 0, added to by the others.
     float* sums;
     bool is_first;
     Prefetch prefetch;
 };
 
-using MultiplyTile = void (*)(const TileWork&);
+template <typename Element>
+using MultiplyTile = void (*)(const TileWork<Element>&);
 
 // sum + *x * w in all lanes. With AVX-512 the multiplication reads and repeats x itself: compilers load it into a
 // register for the second vector, and on Zen 4 that load takes a cycle from the multiplications.
@@ -52,16 +64,25 @@ inline __attribute__((always_inline)) void add_product(Floats& sum, const float*
 #endif
 }
 
-template <int rows>
+#if defined(__AVX512BF16__)
+// sum + x[0] * w[0] + x[1] * w[1] in all lanes. Products are exact, sums are rounded to nearest, and subnormal numbers
+// count as zero.
+inline __attribute__((always_inline)) void add_product(Floats& sum, const bfloat16* x, Words w) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const bfloat16(*)[2]>(x)));
+}
+#endif
+
+template <typename Element, int rows>
 struct TileSums {
-    const float* input;
+    const Element* input;
     Prefetch prefetch;
     Floats sums[rows][2];
 
-    inline __attribute__((always_inline)) void add(int64_t j, Floats w0, Floats w1) {
+    template <typename Numbers>
+    inline __attribute__((always_inline)) void add(int64_t j, Numbers w0, Numbers w1) {
 #pragma GCC unroll 16
         for (int row = 0; row < rows; ++row) {
-            const float* x = input + row * kStep + j;
+            const Element* x = input + row * kStep + j;
             add_product(sums[row][0], x, w0);
             add_product(sums[row][1], x, w1);
         }
@@ -72,11 +93,14 @@ struct TileSums {
     }
 };
 
-template <Storage storage, int rows>
-void multiply_tile(const TileWork& work) {
+template <typename Element, Storage storage, int rows>
+void multiply_tile(const TileWork<Element>& work) {
     for (int64_t column = 0; column < kBlockColumns; column += kTileColumns) {
-        TileSums<rows> tile{work.input, work.prefetch, {}};
-        read_block<storage>(work.part, work.block, column, work.begin, work.end, tile);
+        TileSums<Element, rows> tile{work.input, work.prefetch, {}};
+        if constexpr (std::is_same_v<Element, bfloat16>)
+            read_pairs(pairs_of(work.block, column, work.begin), work.end - work.begin, tile);
+        else
+            read_block<storage>(work.part, work.block, column, work.begin, work.end, tile);
 #pragma GCC unroll 16
         for (int row = 0; row < rows; ++row)
             for (int i = 0; i < 2; ++i) {
@@ -86,21 +110,26 @@ void multiply_tile(const TileWork& work) {
     }
 }
 
-template <Storage storage, int... counts>
-MultiplyTile tile_of_rows(int64_t rows, std::integer_sequence<int, counts...>) {
-    static constexpr MultiplyTile functions[] = {multiply_tile<storage, counts + 1>...};
+template <typename Element, Storage storage, int... counts>
+MultiplyTile<Element> tile_of_rows(int64_t rows, std::integer_sequence<int, counts...>) {
+    static constexpr MultiplyTile<Element> functions[] = {multiply_tile<Element, storage, counts + 1>...};
     return functions[rows - 1];
 }
 
-// rows: 1 to kMaxPanelRows.
-inline MultiplyTile tile_function(Storage storage, int64_t rows) {
+// rows: 1 to kMaxPanelRows. storage: bfloat16 where Element is.
+template <typename Element>
+inline MultiplyTile<Element> tile_function(Storage storage, int64_t rows) {
     constexpr std::make_integer_sequence<int, kMaxPanelRows> counts;
-    switch (storage) {
-        case Storage::float32: return tile_of_rows<Storage::float32>(rows, counts);
-        case Storage::bfloat16: return tile_of_rows<Storage::bfloat16>(rows, counts);
-        case Storage::float16: return tile_of_rows<Storage::float16>(rows, counts);
-        case Storage::int8: return tile_of_rows<Storage::int8>(rows, counts);
-        default: return tile_of_rows<Storage::int4>(rows, counts);
+    if constexpr (std::is_same_v<Element, bfloat16>) {
+        return tile_of_rows<bfloat16, Storage::bfloat16>(rows, counts);
+    } else {
+        switch (storage) {
+            case Storage::float32: return tile_of_rows<float, Storage::float32>(rows, counts);
+            case Storage::bfloat16: return tile_of_rows<float, Storage::bfloat16>(rows, counts);
+            case Storage::float16: return tile_of_rows<float, Storage::float16>(rows, counts);
+            case Storage::int8: return tile_of_rows<float, Storage::int8>(rows, counts);
+            default: return tile_of_rows<float, Storage::int4>(rows, counts);
+        }
     }
 }
 

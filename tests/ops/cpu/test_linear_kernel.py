@@ -1,4 +1,7 @@
-"""The CPU's matrix product against float64, and that a row's bits depend on that row and the weight's numbers alone."""
+"""The CPU's matrix product against float64, and that a row's bits depend on that row and the weight's numbers alone.
+
+With one exception: see ``multiplied_in_pairs``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from compiled_engine.ops.cpu.linear import Activation, PackedLinear
 from compiled_engine.ops.cpu.packing import WeightPart
-from packed_weights import PATHS, STORAGES, library, numbers, pack, random_part
+from packed_weights import DENSE, PATHS, STORAGES, library, numbers, pack, random_part
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,6 +32,11 @@ FUNCTIONS: dict[Activation, Function] = {
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Rows on both sides of every boundary between kernels: one, a panel, two panels, a group of panels, two of those.
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 25, 40, 193, 200)
+
+
+def multiplied_in_pairs(path: str, dtype: torch.dtype, storage: str) -> bool:
+    """Whether there is an instruction for this input and storage that sums in an order of its own."""
+    return path == "avx512_bf16" and dtype is torch.bfloat16 and storage == "bfloat16"
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,22 +152,68 @@ def test_a_row_has_the_same_bits_among_any_others(path: str, storage: str, dtype
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("storage", ["int8", "int4", "int8 with offsets", "int4 with offsets", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
-def test_equal_numbers_give_equal_bits_however_they_are_stored(path: str, storage: str, rows: int) -> None:
+def test_equal_numbers_give_equal_bits_however_they_are_stored(
+    path: str, storage: str, dtype: torch.dtype, rows: int
+) -> None:
     kernels = library(path)
     linear, part = PackedLinear(kernels), random_part(64, 576, storage, 48)
-    x = torch.randn(rows, 576)
-    assert torch.equal(linear(x, pack([part], kernels)), linear(x, pack([numbers([part])], kernels)))
+    x = torch.randn(rows, 576).to(dtype)
+    out, out_of_floats = linear(x, pack([part], kernels)), linear(x, pack([numbers([part])], kernels))
+    if multiplied_in_pairs(path, dtype, storage):
+        _, bound = expected_and_bound(x, numbers([part]), None, None, Activation.NONE)
+        assert ((out.double() - out_of_floats.double()).abs() <= 2 * bound).all()
+    else:
+        assert torch.equal(out, out_of_floats)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@given(seed=st.integers(0, 2**31), in_features=st.integers(1, 600), rows=st.integers(1, 40))
+def test_sums_of_few_bits_are_exact(path: str, dtype: torch.dtype, seed: int, in_features: int, rows: int) -> None:
+    kernels, generator = library(path), torch.Generator().manual_seed(seed)
+    x = torch.randint(-1, 2, (rows, in_features), generator=generator).to(dtype)
+    parts = [torch.randint(-1, 2, (40, in_features), generator=generator).to(dense) for dense in DENSE.values()]
+    out = PackedLinear(kernels)(x, pack(parts, kernels))
+    assert torch.equal(out.double(), x.double() @ numbers(parts).double().T)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rows", [1, 30])
+def test_subnormal_numbers_count_or_are_zero(path: str, rows: int) -> None:
+    kernels = library(path)
+    x = (torch.randn(rows, 300) * 2.0 ** torch.randint(-134, -118, (rows, 300))).bfloat16()
+    weight = torch.randn(40, 300).bfloat16()
+    out = PackedLinear(kernels)(x, pack([weight], kernels))
+    expected, bound = expected_and_bound(x, weight, None, None, Activation.NONE)
+    # Of each product and each sum no more than the smallest normal number may be missing.
+    lost = 2.0**-126 * (1 + weight.double().abs()).sum(dim=1)
+    assert ((out.double() - expected).abs() <= bound + lost).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 30])
+def test_the_instruction_for_pairs_is_used(path: str, storage: str, rows: int) -> None:
+    """It can be told by its zeros for subnormal numbers."""
+    kernels = library(path)
+    x, weight = torch.full((rows, 1), 2.0**-130).bfloat16(), torch.full((32, 1), 2.0**100).to(DENSE[storage])
+    out = PackedLinear(kernels)(x, pack([weight], kernels))
+    expected = 0 if multiplied_in_pairs(path, x.dtype, storage) else 2.0**-30
+    assert (out == expected).all()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [1, 8, 50])
 @pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU_AND_MULTIPLY])
-def test_threads_do_not_change_bits(path: str, rows: int, activation: Activation) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_bits(path: str, rows: int, activation: Activation, dtype: torch.dtype) -> None:
     kernels = library(path)
     kernels.set_num_threads.argtypes = [ctypes.c_int64]
-    linear, packed = PackedLinear(kernels), pack([random_part(320, 300, "int8")] * 2, kernels)
-    x, results = torch.randn(rows, 300), []
+    parts = [random_part(320, 300, "int8"), random_part(320, 300, "bfloat16")]
+    linear, packed = PackedLinear(kernels), pack(parts, kernels)
+    x, results = torch.randn(rows, 300).to(dtype), []
     try:
         for count in (1, 2, 3, 7):
             kernels.set_num_threads(count)
@@ -172,10 +226,12 @@ def test_threads_do_not_change_bits(path: str, rows: int, activation: Activation
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("rows", [5, 29])
-def test_nan_stays_in_its_row(path: str, activation: Activation, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_stays_in_its_row(path: str, activation: Activation, rows: int, dtype: torch.dtype) -> None:
     kernels = library(path)
-    linear, packed = PackedLinear(kernels), pack([random_part(40, 70, "int4")] * 2, kernels)
-    x = torch.randn(rows, 70)
+    parts = [random_part(40, 70, storage) for storage in ("int4", "bfloat16")]
+    linear, packed = PackedLinear(kernels), pack(parts, kernels)
+    x = torch.randn(rows, 70).to(dtype)
     clean = linear(x, packed, activation=activation)
     x[2, 69] = float("nan")
     dirty = linear(x, packed, activation=activation)
