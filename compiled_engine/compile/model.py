@@ -21,7 +21,7 @@ from compiled_engine.compile.plan import (
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
 from compiled_engine.ops.attention import PagedAttention, attend
-from compiled_engine.ops.linear import PACKED_HEAD_BYTES
+from compiled_engine.ops.cpu.packing import PACKED_HEAD_BYTES
 
 Values = list[torch.Tensor | None]
 

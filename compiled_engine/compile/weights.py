@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from compiled_engine.errors import PlanError
-from compiled_engine.ops.cpu.packing import WeightPart, packed_bytes, packed_num_bytes
+from compiled_engine.ops.cpu.packing import ALIGNMENT, WeightPart, packed_bytes, packed_num_bytes
 from compiled_engine.ops.linear import pack_weight
 from compiled_engine.ops.quantize import quantize_rows
 from compiled_engine.ops.quantized_rows import QuantizedRows
@@ -18,7 +18,6 @@ from compiled_engine.ops.quantized_rows import QuantizedRows
 Quantization = Literal["int8", "int4"]
 _BITS: dict[Quantization, Literal[8, 4]] = {"int8": 8, "int4": 4}
 
-_ALIGNMENT = 64
 _SLAB_BYTES = 32 << 20
 
 
@@ -149,7 +148,7 @@ class _Slabs:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised uint8 [num_bytes], aligned to a cache line; it lives as long as some tensor needs it."""
-        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if rounded > len(self._free):
             self._free = _huge_pages(max(rounded, _SLAB_BYTES))
         taken, self._free = self._free[:num_bytes], self._free[rounded:]

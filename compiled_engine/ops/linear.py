@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from compiled_engine.errors import KernelBuildError
+from compiled_engine.ops.cpu.elements import ELEMENT_TYPES
 from compiled_engine.ops.cpu.linear import Activation, PackedLinear
-from compiled_engine.ops.cpu.packing import WeightPart, pack_into
+from compiled_engine.ops.cpu.packing import PACKED_HEAD_BYTES, WeightPart, pack_into
 from compiled_engine.ops.library import LIBRARY
 
 C_SHIM = (
@@ -22,13 +23,10 @@ C_SHIM = (
 )
 """What a piece compiled ahead of time calls instead of the op, without Python: see ``cpu/shims.cpp``."""
 
-PACKED_HEAD_BYTES = 64
-"""What a graph sees of a packed weight: the head of its buffer. The numbers follow in the same storage."""
-
 
 def can_pack(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there are kernels over packed weights for arithmetic of ``dtype`` on this device."""
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return device.type == "cpu" and dtype in ELEMENT_TYPES
 
 
 def pack_weight(parts: Sequence[WeightPart], out: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.linear import Activation
-from compiled_engine.ops.cpu.packing import packed_num_bytes
-from compiled_engine.ops.linear import C_SHIM, PACKED_HEAD_BYTES, can_pack, pack_weight
+from compiled_engine.ops.cpu.packing import PACKED_HEAD_BYTES, packed_num_bytes
+from compiled_engine.ops.linear import C_SHIM, can_pack, pack_weight
 from kernel_folder import KERNELS
 
 OP = torch.ops.compiled_engine.packed_linear.default

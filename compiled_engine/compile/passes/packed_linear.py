@@ -9,7 +9,8 @@ import torch
 from compiled_engine.compile.capture import CapturedGraph
 from compiled_engine.compile.passes.merge_linears import LINEAR, add_weight, linear_arguments, remove_unused_weights
 from compiled_engine.ops.cpu.linear import Activation
-from compiled_engine.ops.linear import PACKED_HEAD_BYTES, can_pack
+from compiled_engine.ops.cpu.packing import PACKED_HEAD_BYTES
+from compiled_engine.ops.linear import can_pack
 
 
 def use_packed_linear(captured: CapturedGraph) -> int:

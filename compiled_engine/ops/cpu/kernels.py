@@ -10,9 +10,9 @@ import torch
 
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.ops.cpu.elements import ELEMENT_SUFFIXES
 
 _POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class AttentionLayer(ctypes.Structure):
@@ -65,7 +65,7 @@ class AttentionKernel:
 
     def __init__(self, dtype: torch.dtype, folder: Path | None, path_name: str | None = None) -> None:
         self.dtype = dtype
-        self._function: Any = getattr(load_kernels(folder, path_name), f"write_and_attend_{_SUFFIXES[dtype]}")
+        self._function: Any = getattr(load_kernels(folder, path_name), f"write_and_attend_{ELEMENT_SUFFIXES[dtype]}")
         self._function.argtypes, self._function.restype = _ARGUMENTS, None
 
     def __call__(

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from compiled_engine.ops.cpu.elements import ELEMENT_TYPES
 from compiled_engine.ops.cpu.packing import can_gate, packed_shape
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: list[Any] = [_POINTER, _SIZE, _SIZE, ctypes.c_int32, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Activation(IntEnum):
@@ -61,7 +61,7 @@ class PackedLinear:
         sums in an order of its own and takes subnormal numbers for zero.
         """
         out_features, in_features = packed_shape(packed)
-        if input.dtype not in _ELEMENT_TYPES or input.device.type != "cpu" or input.shape[-1:] != (in_features,):
+        if input.dtype not in ELEMENT_TYPES or input.device.type != "cpu" or input.shape[-1:] != (in_features,):
             raise ValueError(
                 f"the input must be a floating-point CPU tensor with {in_features} columns, not {input.dtype} "
                 f"{list(input.shape)} on {input.device}"
@@ -79,7 +79,7 @@ class PackedLinear:
             rows.data_ptr(),
             rows.stride(0),
             rows.shape[0],
-            _ELEMENT_TYPES[input.dtype],
+            ELEMENT_TYPES[input.dtype],
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from compiled_engine.ops.cpu.elements import ELEMENT_TYPES
 from compiled_engine.ops.quantized_rows import QuantizedRows
 
 WeightPart = torch.Tensor | QuantizedRows
@@ -15,9 +16,11 @@ WeightPart = torch.Tensor | QuantizedRows
 ALIGNMENT = 64
 _MAGIC = 0x31575043
 _BLOCK_ROWS, _CODES_PER_WORD = 32, 8
-_HEADER_BYTES, _PART_BYTES = 64, 64
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PART_BYTES = 64
 _INT8, _INT4 = 3, 4
+
+PACKED_HEAD_BYTES = 64
+"""The header of a packed weight, and what a graph sees of one: the numbers follow in the same storage."""
 
 
 class _PartSource(ctypes.Structure):
@@ -56,7 +59,7 @@ def packed_num_bytes(parts: Sequence[WeightPart]) -> int:
     """
     check_parts(parts)
     in_features = parts[0].shape[1]
-    return _HEADER_BYTES + sum(_PART_BYTES + _round_up(_data_bytes(part, in_features), ALIGNMENT) for part in parts)
+    return PACKED_HEAD_BYTES + sum(_PART_BYTES + _round_up(_data_bytes(part, in_features), ALIGNMENT) for part in parts)
 
 
 def pack_into(parts: Sequence[WeightPart], out: torch.Tensor, library: ctypes.CDLL) -> None:
@@ -104,8 +107,8 @@ def packed_bytes(packed: torch.Tensor) -> int:
 def _header(packed: torch.Tensor) -> _Header:
     if packed.dtype is not torch.uint8 or packed.device.type != "cpu" or not packed.is_contiguous():
         raise ValueError(f"a packed weight is a contiguous uint8 tensor on the CPU, not {_describe(packed)}")
-    if packed.data_ptr() % ALIGNMENT or packed.numel() < _HEADER_BYTES:
-        raise ValueError(f"a packed weight has at least {_HEADER_BYTES} bytes and is aligned to {ALIGNMENT}")
+    if packed.data_ptr() % ALIGNMENT or packed.numel() < PACKED_HEAD_BYTES:
+        raise ValueError(f"a packed weight has at least {PACKED_HEAD_BYTES} bytes and is aligned to {ALIGNMENT}")
     header = _Header.from_address(packed.data_ptr())
     # The tensor may be a view of the head alone: what counts is that the storage has the rest.
     available = packed.untyped_storage().nbytes() - packed.storage_offset()
@@ -139,7 +142,7 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
 
 
 def _check_dense(part: torch.Tensor) -> None:
-    if part.dtype not in _ELEMENT_TYPES or part.dim() != 2 or part.device.type != "cpu":
+    if part.dtype not in ELEMENT_TYPES or part.dim() != 2 or part.device.type != "cpu":
         raise ValueError(f"a part is a float32, bfloat16 or float16 matrix on the CPU, not {_describe(part)}")
     _check_not_empty(part)
 
@@ -184,11 +187,11 @@ def _dense(part: WeightPart) -> WeightPart:
 def _source(part: WeightPart) -> _PartSource:
     if not isinstance(part, QuantizedRows):
         return _PartSource(
-            _ELEMENT_TYPES[part.dtype], 0, part.data_ptr(), None, None, part.shape[0], part.stride(0), part.shape[1]
+            ELEMENT_TYPES[part.dtype], 0, part.data_ptr(), None, None, part.shape[0], part.stride(0), part.shape[1]
         )
     return _PartSource(
         _INT4 if part.bits == 4 else _INT8,
-        _ELEMENT_TYPES[part.scales.dtype],
+        ELEMENT_TYPES[part.scales.dtype],
         part.codes.data_ptr(),
         part.scales.data_ptr(),
         None if part.offsets is None else part.offsets.data_ptr(),

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.ops.cpu.elements import ELEMENT_SUFFIXES
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, check_shape, no_choice_error
-
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
 
 _INT64S, _FLOATS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_float)
 
@@ -36,7 +34,7 @@ class CpuSampler:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions: dict[torch.dtype, Any] = {}
-        for dtype, suffix in _SUFFIXES.items():
+        for dtype, suffix in ELEMENT_SUFFIXES.items():
             function = getattr(library, f"sample_rows_{suffix}")
             function.argtypes = [ctypes.c_void_p, ctypes.POINTER(_SamplingRows)]
             function.restype = ctypes.c_int64
