@@ -194,7 +194,7 @@ def test_reading_keeps_no_second_copy(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path / "model.safetensors")], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) < 24 << 20 < file_size / 4
+    assert int(result.stdout) < 30 << 20 < file_size / 3
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
@@ -204,4 +204,5 @@ def test_widening_keeps_no_second_copy(tmp_path: Path) -> None:
     blocks["small"] = torch.zeros(64, 20, dtype=torch.uint8)
     save_file(blocks, file, metadata={"gguf_blocks": json.dumps(dict.fromkeys(blocks, "Q4_1"))})
     result = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 24 << 20
+    # Chunks being widened and what allocators keep of them, about 20 MiB; a second copy of one weight is 64.
+    assert int(result.stdout) < 44 << 20
