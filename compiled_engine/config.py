@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from compiled_engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
+GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full", "full_and_piecewise")
 PIECE_COMPILERS = ("aoti", "inductor", "eager")
 ON_COMPILE = ("raise", "warn")
 
@@ -60,10 +63,10 @@ class EngineConfig:
     model: str | None = _doc(
         "Model folder, GGUF file or hub id. None: $COMPILED_ENGINE_MODEL, else the installed default model.", None
     )
-    device: Literal["cpu"] = _doc("Where the model runs.", "cpu")
+    device: str = _doc("Where the model runs: cpu, cuda, or cuda:N for the N-th GPU.", "cpu")
     dtype: str = _doc(
-        "Arithmetic and cache type: auto, float32, bfloat16 or float16. auto on CPU is float32, except for a 16-bit "
-        "checkpoint on a CPU with bf16 instructions, where it is bfloat16.",
+        "Arithmetic and cache type: auto, float32, bfloat16 or float16. auto on a GPU is bfloat16; on CPU it is "
+        "float32, except for a 16-bit checkpoint on a CPU with bf16 instructions, where it is bfloat16.",
         "auto",
     )
     quantization: Literal["int8", "int4"] | None = _doc(
@@ -87,6 +90,27 @@ class EngineConfig:
         "Keep the K/V of finished requests until its memory is needed, so that a later prompt that begins alike does "
         "not compute it again.",
         True,
+    )
+    graph_mode: str | None = _doc(
+        "Which steps are captured as graphs at the start and replayed later: none, full_decode_only (steps of one "
+        "token per request), piecewise (all steps, with attention between the graphs), full (all steps, attention "
+        "inside) or full_and_piecewise (steps of one token per request whole, others piecewise). On a GPU these are "
+        "CUDA graphs; on CPU they are emulated, for tests and debugging. None: full_and_piecewise on a GPU, none on "
+        "CPU.",
+        None,
+    )
+    graph_sizes: tuple[int, ...] | None = _doc(
+        "Numbers of tokens, and of requests with a token each, to capture graphs for; max_num_seqs is always among "
+        "them. None: 1, 2, 4, and from 8 on in growing steps.",
+        None,
+    )
+    max_graph_size: int | None = _doc(
+        "The largest number of tokens to capture a graph for; it is captured as it is. None: max_num_batched_tokens, "
+        "at most 512.",
+        None,
+    )
+    gpu_memory_fraction: float = _doc(
+        "Share of a GPU's memory that weights, graphs and the KV cache may take together.", 0.9
     )
     piece_compiler: str = _doc(
         "What compiles the pieces of a graph: aoti (ahead of time, fastest steps), inductor (faster to compile) or "
@@ -116,7 +140,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
-        _choice("device", self.device, ("cpu",))
+        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}: choose one of cpu, cuda, cuda:N")
+        self._check_graphs()
         if self.quantization is not None:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("piece_compiler", self.piece_compiler, PIECE_COMPILERS)
@@ -142,6 +168,34 @@ class EngineConfig:
             if amount < 1:
                 raise ConfigError(f"kv_cache_memory is {self.kv_cache_memory!r}: give a positive number of bytes")
             object.__setattr__(self, "kv_cache_memory", amount)
+
+    @property
+    def device_type(self) -> str:
+        """The device without its index: cpu or cuda."""
+        return self.device.partition(":")[0]
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether steps are captured and replayed."""
+        if self.graph_mode is None:
+            return self.device_type != "cpu"
+        return self.graph_mode != "none"
+
+    def _check_graphs(self) -> None:
+        if self.graph_mode is not None:
+            _choice("graph_mode", self.graph_mode, GRAPH_MODES)
+        if self.graph_sizes is not None:
+            sizes = self.graph_sizes
+            if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+                raise ConfigError(f"graph_sizes is {sizes!r}: give whole numbers, such as (1, 2, 4, 8)")
+            object.__setattr__(self, "graph_sizes", tuple(sizes))
+            for size in self.graph_sizes:
+                _positive("one of graph_sizes", size)
+        if self.max_graph_size is not None:
+            _positive("max_graph_size", self.max_graph_size)
+        fraction = self.gpu_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ConfigError(f"gpu_memory_fraction is {fraction!r}: give a number above 0 and at most 1")
 
     @classmethod
     def explain(cls) -> str:

@@ -65,18 +65,34 @@ class BindError(ContextError, ValueError):
 
 
 class StaleGraph(ContextError):
-    """A captured graph must not be replayed: a cache is no longer where it was at capture.
+    """A captured graph must not be replayed: something it reads is no longer where, or what, it was at capture.
 
-    ``captured`` and ``present`` are addresses; ``present`` None: the layer has no cache now.
+    ``name`` names it: a layer, for its KV cache, or what ``role`` says. ``captured`` and ``present`` are addresses;
+    ``present`` None: it has none now. ``difference`` is said instead of the addresses where these are equal.
+    ``changed_by``: the source line that changed the bindings of caches last.
     """
 
-    def __init__(self, layer_name: str, captured: int, present: int | None) -> None:
-        self.layer_name, self.captured, self.present = layer_name, captured, present
+    def __init__(
+        self,
+        name: str,
+        captured: int,
+        present: int | None,
+        *,
+        role: str = "KV cache of layer",
+        difference: str | None = None,
+        changed_by: str | None = None,
+    ) -> None:
+        self.name, self.captured, self.present, self.role, self.changed_by = name, captured, present, role, changed_by
         now = "has none now" if present is None else f"is at {present:#x} now"
+        changed = "" if changed_by is None else f" (bindings were changed last by {changed_by})"
         super().__init__(
-            f"the captured graph is stale: the KV cache of layer {layer_name!r} was at {captured:#x} and {now}: "
-            "bind the cache it was captured with, or capture again"
+            f"the captured graph is stale: the {role} {name!r} {difference or f'was at {captured:#x} and {now}'}"
+            f"{changed}: put back what it was captured with, or capture again"
         )
+
+
+class GraphOutputKept(ContextError):
+    """An output of a captured graph is still held when the next replay is to overwrite it."""
 
 
 class ForwardContextError(ContextError):

@@ -106,7 +106,7 @@ def test_ledger(precompiled: Precompiled, tmp_path: Path, capfd: pytest.CaptureF
         (["--out", __file__], cli.EXIT_USAGE, "this is a file"),
         (["--ledger-json", "/nowhere/x"], cli.EXIT_USAGE, "--ledger-json"),
         (["--require-precompiled"], cli.EXIT_USAGE, "unrecognized"),
-        (["--backend", "abacus"], cli.EXIT_USAGE, "invalid choice"),
+        (["--backend", "abacus"], cli.EXIT_USAGE, "device is 'abacus'"),
     ],
 )
 def test_mistakes(

@@ -16,9 +16,10 @@ from compiled_engine.errors import ConfigError
 if TYPE_CHECKING:
     from compiled_engine.compile.ledger import Ledger
 
-# Settings of EngineConfig that have no option of their own: --model is described apart, --seed is the sampling seed,
-# and there is one device so far.
-_NO_OPTION = ("model", "device", "seed")
+# Settings of EngineConfig that have no option of their own: --model is described apart, --seed is the sampling seed.
+_NO_OPTION = ("model", "seed")
+# Other names of options.
+_ALIASES = {"device": ("--backend",)}
 _METAVARS = {"graphs": "DIR", "on_compile": "ACTION"}
 
 
@@ -99,6 +100,9 @@ def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field[Any]) -> 
     option: dict[str, Any] = {}
     if "bool" in kinds:
         option["action"] = argparse.BooleanOptionalAction if item.default else "store_true"
+    elif "tuple[int,...]" in kinds:
+        option["type"] = _numbers
+        option["metavar"] = "N,N,..."
     elif "str" not in kinds and ("int" in kinds or "float" in kinds):
         option["type"] = int if "int" in kinds else float
         option["metavar"] = "N"
@@ -107,8 +111,16 @@ def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field[Any]) -> 
     default = "" if item.default is None or item.default is False else f" (default {item.default})"
     group.add_argument(
         "--" + item.name.removeprefix("enable_").replace("_", "-"),
+        *_ALIASES.get(item.name, ()),
         dest=item.name,
         default=argparse.SUPPRESS,
         help=(item.metadata["doc"] + default).replace("%", "%%"),
         **option,
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,4") from None

@@ -49,7 +49,6 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
     add_positional_model(parser)
     parser.add_argument("--out", metavar="DIR", help="make a bundle in DIR instead of filling the store of this user")
-    parser.add_argument("--backend", choices=("cpu",), default="cpu", help="what the graphs are for (default cpu)")
     parser.add_argument("--no-progress", action="store_true", help="no messages and no progress bar")
     add_ledger_options(parser)
     add_engine_options(parser, leave_out=_LEFT_OUT)
@@ -59,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from compiled_engine.compile.ledger import Ledger
 
     ledger = Ledger()
-    config = EngineConfig(**settings_with_model(arguments), device=arguments.backend)
+    config = EngineConfig(**settings_with_model(arguments))
     check_ledger_file(arguments)
     if arguments.out is not None and Path(arguments.out).exists() and not Path(arguments.out).is_dir():
         raise ConfigError(f"--out {arguments.out}: this is a file; give a folder")

@@ -34,6 +34,11 @@ OPT_OUT: Mapping[str, str] = {
     "block_size": "a matter of caches, which are no argument of any piece",
     "kv_cache_memory": "sizes caches, which are no argument of any piece",
     "enable_prefix_caching": "decides which tokens are computed, not how",
+    "device": "enters as the type of device, without its index",
+    "graph_mode": "graphs are captured from pieces at every start",
+    "graph_sizes": "graphs are captured from pieces at every start",
+    "max_graph_size": "graphs are captured from pieces at every start",
+    "gpu_memory_fraction": "sizes caches, which are no argument of any piece",
     "graphs": "where graphs are looked for",
     "store": "whether graphs are looked for",
     "require_precompiled": "what a miss leads to",
@@ -103,7 +108,7 @@ def build_store_key(
     (``/proc/cpuinfo``) are where sources, variables and CPU flags are read. Raises ``StoreError`` when this package
     has no sources on disk.
     """
-    engine = {"engine.dtype": str(dtype).removeprefix("torch.")}
+    engine = {"engine.dtype": str(dtype).removeprefix("torch."), "engine.device": config.device_type}
     for item in dataclasses.fields(config):
         if item.name not in OPT_OUT:
             engine[f"engine.{item.name}"] = repr(getattr(config, item.name))

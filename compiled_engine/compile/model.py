@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from compiled_engine.compile.launch import Launch, launch_now
 from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.plan import (
     INPUT_IDS,
@@ -20,18 +22,26 @@ from compiled_engine.compile.plan import (
 )
 from compiled_engine.context import StaticForwardContext, get_forward_context
 from compiled_engine.errors import PlanError
-from compiled_engine.ops.attention import PagedAttention, attend
+from compiled_engine.ops.attention import PagedAttention, attention_launch
 from compiled_engine.ops.cpu.packing import PACKED_HEAD_BYTES
 
 Values = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Instruction:
-    """One step with its values resolved to places in the list of values."""
+class Instruction:
+    """One step with its values resolved to places in the list of values.
 
-    run: Callable[[Values], None]
+    ``name``: for messages. ``reads``, ``makes``: places. ``release``: places that nothing reads afterwards. ``layer``:
+    the layer that attends; None: a piece runs.
+    """
+
+    name: str
+    run: Callable[[Values, Launch], None]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
     release: tuple[int, ...]
+    layer: PagedAttention | None = None
 
 
 class CompiledModel:
@@ -63,33 +73,56 @@ class CompiledModel:
         inputs = [self._place(f"value:{name}") for name in (INPUT_IDS, POSITIONS, LOGITS_INDICES)]
         self._input_ids, self._positions, self._logits_indices = inputs
         self._verify = False
-        self._steps = [self._instruction(step) for step in plan.steps]
+        self.instructions = tuple(self._instruction(step) for step in plan.steps)
         self._head = self._instruction(plan.head)
-        self._hidden = self._place(f"value:{plan.hidden}")
+        self.hidden_place = self._place(f"value:{plan.hidden}")
         self._logits = self._place(f"value:{plan.head.outputs[0]}")
 
-    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights that pieces are given, by key. The dictionary is a copy."""
+        names = {place: name for name, place in self._places.items() if name.startswith("weight:")}
+        return {
+            names[place].removeprefix("weight:"): tensor
+            for place, tensor in enumerate(self._initial)
+            if place in names and tensor is not None
+        }
+
+    def hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, launch: Launch = launch_now
+    ) -> torch.Tensor:
         """Last hidden states of this step's tokens, [1, num_tokens, hidden_size].
 
-        input_ids, positions: int64 [num_tokens]. Must run inside
+        input_ids, positions: int64 [num_tokens]. ``launch`` runs every piece and every attention. Must run inside
         ``set_forward_context``: that is where attention finds slots and block tables.
         """
+        values = self.initial_values(input_ids, positions)
+        for instruction in self.instructions:
+            instruction.run(values, launch)
+            for place in instruction.release:
+                values[place] = None
+        return self.hidden_of(values)
+
+    def initial_values(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Values:
+        """The values of a step in which no instruction has run yet."""
         values = self._initial.copy()
         values[self._input_ids], values[self._positions] = input_ids, positions
-        for step in self._steps:
-            step.run(values)
-            for place in step.release:
-                values[place] = None
-        hidden = values[self._hidden]
+        return values
+
+    def hidden_of(self, values: Values) -> torch.Tensor:
+        """The last hidden states among the values of a step whose instructions have run."""
+        hidden = values[self.hidden_place]
         if hidden is None:
             raise PlanError(f"the plan never made its hidden states {self.plan.hidden!r}")
         return hidden
 
-    def logits(self, hidden_states: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, hidden_states: torch.Tensor, logits_indices: torch.Tensor, launch: Launch = launch_now
+    ) -> torch.Tensor:
         """Logits [num_rows, vocab_size] of the rows ``logits_indices`` (int64 [num_rows])."""
         values = self._initial.copy()
-        values[self._hidden], values[self._logits_indices] = hidden_states, logits_indices
-        self._head.run(values)
+        values[self.hidden_place], values[self._logits_indices] = hidden_states, logits_indices
+        self._head.run(values, launch)
         logits = values[self._logits]
         if logits is None:
             raise PlanError("the plan's head made no logits")
@@ -108,30 +141,33 @@ class CompiledModel:
             self._initial.append(None)
         return self._places[name]
 
-    def _instruction(self, step: PieceStep | AttentionStep) -> _Instruction:
-        run = self._attention(step) if isinstance(step, AttentionStep) else self._piece(step)
-        return _Instruction(run, tuple(self._place(f"value:{name}") for name in step.release))
+    def _instruction(self, step: PieceStep | AttentionStep) -> Instruction:
+        return self._attention(step) if isinstance(step, AttentionStep) else self._piece(step)
 
-    def _piece(self, step: PieceStep) -> Callable[[Values], None]:
+    def _released(self, step: PieceStep | AttentionStep) -> tuple[int, ...]:
+        return tuple(self._place(f"value:{name}") for name in step.release)
+
+    def _piece(self, step: PieceStep) -> Instruction:
         piece = self._pieces[step.piece]
         inputs = tuple(self._place(name) for name in step.inputs)
         outputs = tuple(self._place(f"value:{name}") for name in step.outputs)
         spec = self._specs[step.piece]
+        name = f"piece {step.piece[:12]} ({', '.join(step.outputs)})"
 
-        def run(values: Values) -> None:
+        def run(values: Values, launch: Launch) -> None:
             arguments = [values[place] for place in inputs]
             symbols: dict[str, int] = {}
             if self._verify:
                 _check_tensors("input", arguments, spec.inputs, step, symbols)
-            results = piece(arguments)  # type: ignore[arg-type]
+            results = launch(name, partial(piece, arguments))  # type: ignore[arg-type]
             if self._verify:
                 _check_tensors("output", results, spec.outputs, step, symbols)
             for place, result in zip(outputs, results, strict=True):
                 values[place] = result
 
-        return run
+        return Instruction(name, run, inputs, outputs, self._released(step))
 
-    def _attention(self, step: AttentionStep) -> Callable[[Values], None]:
+    def _attention(self, step: AttentionStep) -> Instruction:
         layer = self.static_context[step.layer_name]
         if not isinstance(layer, PagedAttention):
             raise PlanError(f"layer {step.layer_name!r} is a {type(layer).__name__}, the plan needs a PagedAttention")
@@ -140,16 +176,23 @@ class CompiledModel:
         query, out = self._place(f"value:{step.query}"), self._place(f"value:{step.out}")
         key, value = (None if name is None else self._place(f"value:{name}") for name in (step.key, step.value))
 
-        def run(values: Values) -> None:
+        name = f"attention of layer {step.layer_name!r}"
+
+        def run(values: Values, launch: Launch) -> None:
             q = values[query]
             k, v = None if key is None else values[key], None if value is None else values[value]
             if q is None:
                 raise PlanError(f"attention of {step.layer_name!r} runs before its query is made")
-            result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            attend(layer, q, k, v, result, get_forward_context())
+            # A place that holds a tensor before its value is made wants the value in that tensor.
+            result = values[out]
+            if result is None:
+                result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            work = attention_launch(layer, q, k, v, result, get_forward_context())
+            launch(name, work)
             values[out] = result
 
-        return run
+        reads = tuple(place for place in (query, key, value) if place is not None)
+        return Instruction(name, run, reads, (out,), self._released(step), layer)
 
 
 def _check_parts(

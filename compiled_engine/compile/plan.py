@@ -92,6 +92,11 @@ class GraphPlan:
     vocab_size: int
     passes: Mapping[str, int]
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """What the head computes."""
+        return next(piece.outputs[0].dtype for piece in self.pieces if piece.key == self.head.piece)
+
     def to_json(self) -> str:
         """The plan as JSON text; ``from_json`` gives an equal plan back."""
         return json.dumps({"version": PLAN_VERSION, **asdict(self)}, indent=1, default=_dtype_name)

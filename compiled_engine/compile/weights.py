@@ -69,8 +69,10 @@ def materialize(
     source: WeightSource,
     quantization: Quantization | None = None,
     head_weights: Collection[str] = (),
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Make every weight, by key. At most one tensor beyond the results is alive at a time.
+    """Make every weight, by key, on ``device`` (None: the CPU). At most one tensor beyond the results is alive at a
+    time.
 
     A packed weight is given as its head (see ``pack_weight``). It is stored as narrow as its numbers allow: 16-bit
     numbers stay 16-bit whatever the arithmetic, quantised ones stay quantised. ``quantization`` makes all packed
@@ -83,7 +85,7 @@ def materialize(
             its = "int8" if quantization is not None and recipe.key in head_weights else quantization
             made[recipe.key] = _pack(recipe, source, its, slabs)
         else:
-            made[recipe.key] = _rows(recipe, source)
+            made[recipe.key] = _rows(recipe, source).to(device or "cpu")
     return made
 
 

@@ -65,7 +65,7 @@ class BoundAddresses:
             layer = self._forward_context.get(name)
             present = _address(name, self._forward_context) if layer is not None and layer.is_bound else None
             if present != captured:
-                raise StaleGraph(name, captured, present)
+                raise StaleGraph(name, captured, present, changed_by=self._forward_context.changed_by)
         self._epoch = epoch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -53,7 +54,7 @@ def bind_kv_cache(
     faults += _rebinding_faults(wanted, forward_context)
     if faults:
         raise BindError(faults)
-    forward_context._rebind(wanted, ContextState.BOUND)
+    forward_context._rebind(wanted, ContextState.BOUND, _caller())
     if runner_kv_caches is not None:
         runner_kv_caches.extend(kv_caches[name] for name in layer_order(specs))
 
@@ -65,7 +66,13 @@ def unbind_kv_cache(forward_context: StaticForwardContext) -> None:
     """
     forward_context.require(ContextState.OPEN, ContextState.SEALED, ContextState.BOUND, action="unbind KV caches")
     if forward_context.state is ContextState.BOUND:
-        forward_context._rebind(dict.fromkeys(forward_context), ContextState.SEALED)
+        forward_context._rebind(dict.fromkeys(forward_context), ContextState.SEALED, _caller())
+
+
+def _caller() -> str:
+    """The source line that called the function of this module that calls this one."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _name_faults(

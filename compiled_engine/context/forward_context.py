@@ -44,7 +44,8 @@ class ForwardContext:
 
     ``attention_metadata`` and ``slot_mapping`` hold one entry per cache group; a slot mapping is int64 [num_tokens],
     the slot (block id * block_size + offset) where each token's K/V is written.
-    ``num_tokens`` are real, ``num_padded_tokens`` are the rows the graph sees. ``graph_key`` names a captured graph.
+    ``num_tokens`` are real, ``num_padded_tokens`` are the rows the graph sees. ``graph_key`` names a captured graph;
+    ``captures_attention``: whether attention may be captured with it.
     """
 
     static_context: StaticForwardContext
@@ -54,6 +55,7 @@ class ForwardContext:
     num_padded_tokens: int
     step_kind: StepKind = StepKind.REAL
     graph_key: Hashable | None = None
+    captures_attention: bool = True
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("compiled_engine_forward_context", default=None)

@@ -33,6 +33,7 @@ class StaticForwardContext(Mapping[str, CacheLayer]):
         self._groups: tuple[CacheGroup, ...] = ()
         self._state = ContextState.OPEN
         self._epoch = 0
+        self._changed_by: str | None = None
 
     __hash__ = object.__hash__
 
@@ -46,6 +47,11 @@ class StaticForwardContext(Mapping[str, CacheLayer]):
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    @property
+    def changed_by(self) -> str | None:
+        """The source line (``file:line in function``) that asked for the last change of bindings; None: none was."""
+        return self._changed_by
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -146,7 +152,7 @@ class StaticForwardContext(Mapping[str, CacheLayer]):
         self._enter(ContextState.CLOSED)
         self._layers.clear()
         self._groups = ()
-        self._count_change()
+        self._count_change("closing the context")
         if self._parent is not None:
             del self._parent._namespaces[self._name]
             self._name, self._parent = self.name, None
@@ -166,13 +172,13 @@ class StaticForwardContext(Mapping[str, CacheLayer]):
             wanted = " or ".join(state.value for state in allowed)
             raise ContextStateError(f"cannot {action}: {self._title()} is {self._state.value}, it must be {wanted}")
 
-    def _rebind(self, caches: Mapping[str, torch.Tensor | None], state: ContextState) -> None:
+    def _rebind(self, caches: Mapping[str, torch.Tensor | None], state: ContextState, changed_by: str) -> None:
         """Set caches and state together; called by the binding functions after every check has passed."""
         changed = [name for name, cache in caches.items() if self._layers[name]._kv_cache is not cache]
         for name in changed:
             self._layers[name]._kv_cache = caches[name]
         if changed:
-            self._count_change()
+            self._count_change(changed_by)
         self._enter(state)
 
     def _bound_elsewhere(self) -> dict[str, tuple[KVCacheSpec, torch.Tensor]]:
@@ -192,10 +198,11 @@ class StaticForwardContext(Mapping[str, CacheLayer]):
         for layer in self._layers.values():
             layer._context_state = state
 
-    def _count_change(self) -> None:
+    def _count_change(self, changed_by: str) -> None:
         self._epoch += 1
+        self._changed_by = changed_by
         if self._parent is not None:
-            self._parent._count_change()
+            self._parent._count_change(changed_by)
 
     def _title(self) -> str:
         return f"the namespace {self.name!r}" if self.name else "the context"

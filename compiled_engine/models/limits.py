@@ -19,16 +19,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 
-def resolve_dtype(requested: str, files: ModelFiles) -> torch.dtype:
-    """The arithmetic type that ``requested`` means on CPU.
+def resolve_dtype(requested: str, files: ModelFiles, device_type: str = "cpu") -> torch.dtype:
+    """The arithmetic type that ``requested`` means on ``device_type``: cpu or cuda.
 
-    ``auto`` is float32, except for a checkpoint of 16-bit floats on a CPU with bf16 instructions, where it is bfloat16.
+    ``auto`` is bfloat16 on a GPU. On CPU it is float32, except for a checkpoint of 16-bit floats on a CPU with bf16
+    instructions, where it is bfloat16.
     Raises ``ConfigError`` for an unknown name.
     """
     if requested in _DTYPES:
         return _DTYPES[requested]
     if requested != "auto":
         raise ConfigError(f"dtype is {requested!r}: choose one of auto, {', '.join(_DTYPES)}")
+    if device_type == "cuda":
+        return torch.bfloat16
     with Checkpoint(files) as checkpoint:
         stored = checkpoint.dtype
     sixteen_bits = stored in (torch.bfloat16, torch.float16)

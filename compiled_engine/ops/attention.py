@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +19,7 @@ from compiled_engine.context import (
     StepKind,
     get_forward_context,
 )
-from compiled_engine.errors import ForwardContextError
+from compiled_engine.errors import CaptureError, ForwardContextError
 from compiled_engine.ops.library import LIBRARY
 
 
@@ -51,6 +53,21 @@ class AttentionSpec:
             sliding_window=self.sliding_window,
             shares_with=self.shares_with,
         )
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """The Python values that the launches of a step's attention depend on, besides shapes.
+
+    A captured graph has them baked in, so they are part of its key. ``max_query_len``: tokens of a request in this step
+    at most. ``max_seq_len``: tokens of a request in the cache at most. ``num_kv_splits``: parts that the cached tokens
+    of a request are shared out among (1: not at all). ``is_uniform``: every request has ``max_query_len`` tokens.
+    """
+
+    max_query_len: int
+    max_seq_len: int
+    num_kv_splits: int = 1
+    is_uniform: bool = False
 
 
 class LayerAttention(Protocol):
@@ -90,6 +107,24 @@ class AttentionBackend(Protocol):
         ...
 
 
+class PersistentAttentionBackend(AttentionBackend, Protocol):
+    """A backend whose metadata can lie in tensors that stay where they are, as captured graphs need it."""
+
+    def metadata_over(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, launch: AttentionLaunch
+    ) -> AttentionMetadata:
+        """Metadata that reads these int32 tensors whenever it is used: nothing is copied. See ``AttentionMetadata``."""
+        ...
+
+    def num_kv_splits(self, num_requests: int, max_seq_len: int) -> int:
+        """``AttentionLaunch.num_kv_splits`` for that many requests of one token: a function of its arguments alone."""
+        ...
+
+    def workspaces(self) -> Mapping[str, torch.Tensor]:
+        """What the kernels use beside their arguments, by name. It stays where it is."""
+        ...
+
+
 class PagedAttention(CacheLayer):
     """One attention layer of a model: its mathematics, its cache and what computes it.
 
@@ -118,15 +153,35 @@ def attend(
     out: torch.Tensor,
     context: ForwardContext,
 ) -> None:
-    """Write this step's K/V into the layer's cache, then attend over all of its cached tokens.
+    """Write this step's K/V into the layer's cache, then attend over all of its cached tokens: see
+    ``attention_launch``."""
+    attention_launch(layer, query, key, value, out, context)()
+
+
+def attention_launch(
+    layer: PagedAttention,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    out: torch.Tensor,
+    context: ForwardContext,
+) -> Callable[[], None]:
+    """What writes this step's K/V into the layer's cache, then attends over all of its cached tokens, when called.
+
+    It has the layer's cache and the step's metadata as they are now: called again, it does the same with the same
+    memory.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], rows in the order
     of ``context``'s metadata; a layer that shares another's cache writes nothing and may be given None. A profile step
     has no caches: ``out`` is zeroed. Raises ``ForwardContextError`` for missing keys and for another number of rows.
     """
     if context.step_kind is StepKind.PROFILE:
-        out.zero_()
-        return
+        return partial(_zero, out)
+    if context.step_kind is StepKind.CAPTURE and not context.captures_attention:
+        raise CaptureError(
+            f"attention of layer {layer.layer_name!r} runs inside a captured piece of graph {context.graph_key}, which "
+            "leaves attention out: it would be replayed with the metadata of its capture"
+        )
     slots = context.slot_mapping[layer.group]
     if query.shape[0] != slots.shape[0]:
         raise ForwardContextError(
@@ -137,7 +192,13 @@ def attend(
     elif key is None or value is None:
         raise ForwardContextError(f"layer {layer.layer_name!r} has a cache of its own and gets no keys and values")
     metadata = context.attention_metadata[layer.group]
-    layer.computation.write_and_attend(query, key, value, out, layer.kv_cache, slots, metadata, layer.sinks)
+    return partial(
+        layer.computation.write_and_attend, query, key, value, out, layer.kv_cache, slots, metadata, layer.sinks
+    )
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()
 
 
 def _attention_by_name(

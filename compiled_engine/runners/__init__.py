@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_engine.errors import ConfigError
-
 if TYPE_CHECKING:
     from compiled_engine.compile.ledger import Ledger
     from compiled_engine.config import EngineConfig
@@ -22,8 +20,10 @@ def create_runner(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Ru
 
     ``ledger`` notes the phases of all that.
     """
-    if config.device == "cpu":
-        from compiled_engine.runners.cpu import CpuRunner
+    if config.captures_graphs or config.device_type != "cpu":
+        from compiled_engine.runners.gpu import GpuRunner
 
-        return CpuRunner(config, files, ledger)
-    raise ConfigError(f"device is {config.device!r}: only 'cpu' is there so far")
+        return GpuRunner(config, files, ledger)
+    from compiled_engine.runners.cpu import CpuRunner
+
+    return CpuRunner(config, files, ledger)

@@ -21,7 +21,7 @@ def describe_bindings(config: EngineConfig, files: ModelFiles) -> ContextDescrip
 
     Caches are allocated but not touched, so a large one costs no memory here. Raises what loading the model raises.
     """
-    dtype = resolve_dtype(config.dtype, files)
+    dtype = resolve_dtype(config.dtype, files, config.device_type)
     definition = build_definition(files, dtype)
     max_model_len = resolve_max_model_len(definition.max_position, config.max_model_len)
     context = StaticForwardContext()

@@ -26,12 +26,14 @@ def register_attention_layers(
 
 
 def allocate_cache_groups(
-    static_context: StaticForwardContext, cache_groups: Sequence[CacheGroupLimits]
+    static_context: StaticForwardContext,
+    cache_groups: Sequence[CacheGroupLimits],
+    device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """New, zeroed caches for every layer of a sealed context, by layer name; not bound to anything."""
     specs = declared_specs(static_context)
     caches: dict[str, torch.Tensor] = {}
     for group, limits in zip(static_context.groups, cache_groups, strict=True):
         members = {name: specs[name] for name in group.layer_names}
-        caches |= allocate_kv_caches(members, limits.num_blocks)
+        caches |= allocate_kv_caches(members, limits.num_blocks, device)
     return caches

@@ -58,7 +58,7 @@ class CpuRunner(Runner):
         self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
     ) -> None:
         self.config = config
-        self.dtype = resolve_dtype(config.dtype, files)
+        self.dtype = resolve_dtype(config.dtype, files, config.device_type)
         self.counters = CompileCounters()
         self.static_context = StaticForwardContext()
         self._seal = CompileSeal(config.on_compile)

@@ -92,6 +92,21 @@ def build_step_inputs(requests: Sequence[ScheduledRequest], block_size: int, min
     )
 
 
+def empty_step_inputs(num_groups: int) -> StepInputs:
+    """A step without tokens and requests, to be padded."""
+    none, row = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+    return StepInputs(
+        input_ids=torch.from_numpy(none),
+        positions=torch.from_numpy(none),
+        query_start_loc=np.zeros(1, dtype=np.int32),
+        seq_lens=row,
+        slot_mappings=(torch.from_numpy(none),) * num_groups,
+        block_tables=(row.reshape(0, 1),) * num_groups,
+        logits_indices=torch.from_numpy(none),
+        num_tokens=0,
+    )
+
+
 def _block_table(tables: Sequence[Sequence[int]], num_rows: int) -> np.ndarray:
     block_table = np.zeros((num_rows, max([1, *map(len, tables)])), dtype=np.int32)
     for row, table in enumerate(tables):

@@ -39,19 +39,19 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path(
 
 
 def size_cache_groups(
-    config: EngineConfig, context: StaticForwardContext, max_model_len: int, free: int
+    config: EngineConfig, context: StaticForwardContext, max_model_len: int, free: int, most: int | None = None
 ) -> tuple[CacheGroupLimits, ...]:
     """Blocks of every cache group of a sealed context, the reserved block 0 included.
 
     Together they take ``config.kv_cache_memory`` when it is set, else what ``max_num_seqs`` requests of
-    ``max_model_len`` tokens need, at most 4 GiB and at most half of ``free`` bytes. What a sliding window needs does
-    not grow with the length of requests, so such groups are served first, with at most half of the memory where
-    others need the rest. Raises ``OutOfMemoryError`` naming the setting and the amount.
+    ``max_model_len`` tokens need, at most ``most`` bytes (None: 4 GiB, and half of ``free`` bytes). What a sliding
+    window needs does not grow with the length of requests, so such groups are served first, with at most half of the
+    memory where others need the rest. Raises ``OutOfMemoryError`` naming the setting and the amount.
     """
     needs = [_need(config, context, group, max_model_len) for group in context.groups]
     smallest = sum(need.least * need.block_bytes for need in needs)
     wanted = sum(need.most * need.block_bytes for need in needs)
-    budget = _budget(config, wanted, free)
+    budget = _budget(config, wanted, free, min(DEFAULT_CACHE_LIMIT, int(free * _FREE_SHARE)) if most is None else most)
     if budget < smallest:
         raise OutOfMemoryError(
             f"the KV cache may take {budget} bytes, and its smallest size is {smallest} with blocks of "
@@ -64,6 +64,14 @@ def size_cache_groups(
     blocks = _divide(sliding, share)
     blocks |= _divide(others, budget - sum(blocks[need.group.index] * need.block_bytes for need in sliding))
     return tuple(CacheGroupLimits(blocks[group.index], group.sliding_window) for group in context.groups)
+
+
+def smallest_cache_groups(
+    config: EngineConfig, context: StaticForwardContext, max_model_len: int
+) -> tuple[CacheGroupLimits, ...]:
+    """The fewest blocks of every cache group with which anything runs."""
+    needs = [_need(config, context, group, max_model_len) for group in context.groups]
+    return tuple(CacheGroupLimits(need.least, need.group.sliding_window) for need in needs)
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,12 @@ def _need(config: EngineConfig, context: StaticForwardContext, group: CacheGroup
     return _Need(group, block_bytes, least, most)
 
 
-def _budget(config: EngineConfig, wanted: int, free: int) -> int:
+def _budget(config: EngineConfig, wanted: int, free: int, most: int) -> int:
     if config.kv_cache_memory is None:
-        return min(wanted, DEFAULT_CACHE_LIMIT, int(free * _FREE_SHARE))
+        return min(wanted, most)
     budget = int(config.kv_cache_memory)
     if budget > free:
-        raise OutOfMemoryError(
-            f"kv_cache_memory is {budget} bytes, and {free} are free: lower it to at most {int(free * _FREE_SHARE)}"
-        )
+        raise OutOfMemoryError(f"kv_cache_memory is {budget} bytes, and {free} are free: lower it to at most {most}")
     return budget
 
 

@@ -170,7 +170,7 @@ def _capture(
     from compiled_engine.compile.pipeline import plan_model
 
     with ledger.phase("definition"):
-        definition = build_definition(files, resolve_dtype(config.dtype, files))
+        definition = build_definition(files, resolve_dtype(config.dtype, files, config.device_type))
     logger.info("capturing %s, %d layers", type(definition.module).__name__, len(definition.layers))
     device = torch.device(config.device)
     planned = plan_model(definition.module, definition.layers, device, counters, ledger)
@@ -210,7 +210,7 @@ def explain_miss(store: GraphStore, key: StoreKey, limit: int = 8) -> str:
 
 
 def _key(config: EngineConfig, files: ModelFiles) -> StoreKey:
-    return build_store_key(config, resolve_dtype(config.dtype, files), model_components(files))
+    return build_store_key(config, resolve_dtype(config.dtype, files, config.device_type), model_components(files))
 
 
 def _short(text: str | None) -> str:

@@ -71,7 +71,7 @@ def test_a_moved_cache_is_refused_until_it_is_back() -> None:
         with pytest.raises(StaleGraph) as refused:
             bound.check()
     error = refused.value
-    assert (error.layer_name, error.captured, error.present) == (
+    assert (error.name, error.captured, error.present) == (
         "layers.1",
         caches["layers.1"].data_ptr(),
         moved["layers.1"].data_ptr(),
@@ -135,7 +135,7 @@ def test_check_passes_exactly_when_all_is_in_place(moves: list[tuple[str, int]])
         if any(chosen.values()):
             with pytest.raises(StaleGraph) as refused:
                 bound.check()
-            assert chosen[refused.value.layer_name] != 0
+            assert chosen[refused.value.name] != 0
         else:
             bound.check()
             assert bound.epoch == context.epoch

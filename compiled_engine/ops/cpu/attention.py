@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from compiled_engine.context import AttentionMetadata
-from compiled_engine.ops.attention import AttentionSpec
+from compiled_engine.errors import ForwardContextError
+from compiled_engine.ops.attention import AttentionLaunch, AttentionSpec
 from compiled_engine.ops.cpu.kernels import AttentionKernel, AttentionLayer, AttentionStep
 
 
@@ -47,6 +48,27 @@ class CpuAttention:
             starts.data_ptr(), lengths.data_ptr(), blocks.data_ptr(), lengths.shape[0], blocks.shape[1]
         )
         return CpuAttentionMetadata(starts, lengths, blocks, step)
+
+    def metadata_over(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, launch: AttentionLaunch
+    ) -> CpuAttentionMetadata:
+        """See ``PersistentAttentionBackend``. The kernel finds out by itself what ``launch`` says.
+
+        Raises ``ForwardContextError`` for tensors that are not dense int32: they would be copied.
+        """
+        for tensor in (query_start_loc, seq_lens, block_table):
+            if tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+                layout = f"{tensor.dtype} with strides {tensor.stride()}"
+                raise ForwardContextError(f"metadata of {layout} would have to be copied: give dense int32")
+        return self.build_metadata(query_start_loc.numpy(), seq_lens.numpy(), block_table.numpy())
+
+    def num_kv_splits(self, num_requests: int, max_seq_len: int) -> int:
+        """See ``PersistentAttentionBackend``. The kernel splits by itself."""
+        return 1
+
+    def workspaces(self) -> dict[str, torch.Tensor]:
+        """See ``PersistentAttentionBackend``. What the kernel needs is its own."""
+        return {}
 
     def for_layer(self, spec: AttentionSpec) -> CpuLayerAttention:
         """See ``AttentionBackend``."""

@@ -1,0 +1,94 @@
+"""CUDA graphs: one memory pool for all of them, captured on a stream of their own with the garbage collector held."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from compiled_engine.compile.graphs.backend import Captured, CapturedWork, GraphBackend, GraphPart
+from compiled_engine.compile.launch import Work
+from compiled_engine.context import StaticForwardContext
+from compiled_engine.errors import CaptureError, OutOfMemoryError
+
+
+class CudaGraphBackend(GraphBackend):
+    """Captures on ``device``. Graphs share one pool, so the largest should come first: the others fit into its memory.
+
+    A replay runs on the current stream and does not wait for its end.
+    """
+
+    def __init__(self, static_context: StaticForwardContext, device: torch.device) -> None:
+        super().__init__(static_context)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def cleanup(self) -> None:
+        """See ``GraphBackend``. The pool goes with its graphs."""
+        torch.cuda.synchronize(self._device)
+        super().cleanup()
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _capture(self, part: GraphPart, work: CapturedWork) -> Captured:
+        names: list[str] = []
+
+        def launch(name: str, launched: Work) -> Sequence[torch.Tensor]:
+            names.append(name)
+            return launched() or ()
+
+        torch.cuda.synchronize(self._device)
+        free_before = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with (
+                _collector_held(),
+                # Other threads may go on using the device: their calls are no part of this capture.
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                outputs = tuple(work(launch))
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"graph {part} does not fit into the GPU's memory, at {_last(names)}: capture fewer or smaller graphs "
+                f"(max_graph_size, graph_sizes, max_num_seqs) or graph_mode='none' ({error})"
+            ) from error
+        except RuntimeError as error:
+            raise CaptureError(
+                f"graph {part} cannot be captured: {_last(names)} failed at {_innermost(error)}: {error}"
+            ) from error
+        torch.cuda.synchronize(self._device)
+        taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+        return Captured(graph, outputs, tuple(names), taken)
+
+    def _replay(self, graph: object) -> None:
+        graph.replay()  # type: ignore[attr-defined]
+
+
+def _last(names: Sequence[str]) -> str:
+    return names[-1] if names else "the start"
+
+
+def _innermost(error: BaseException) -> str:
+    """The last source line that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "an unknown line"
+
+
+@contextmanager
+def _collector_held() -> Iterator[None]:
+    """A collection in the middle of a capture could free CUDA memory, which a capture forbids."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

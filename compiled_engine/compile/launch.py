@@ -1,0 +1,18 @@
+"""How a model has its pieces and attention run: at once, or in a way that can do the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Work = Callable[[], Sequence[torch.Tensor] | None]
+"""Computes tensors anew at every call, from the same arguments; or writes into its arguments and returns None."""
+
+Launch = Callable[[str, Work], Sequence[torch.Tensor]]
+"""Runs the work that its first argument names, and gives what that returns. Captures see all work this way."""
+
+
+def launch_now(name: str, work: Work) -> Sequence[torch.Tensor]:
+    """Run ``work`` and nothing more."""
+    return work() or ()
