@@ -40,10 +40,11 @@ class CapturedGraph:
         return None
 
 
-def capture(module: nn.Module) -> CapturedGraph:
+def capture(module: nn.Module, device: torch.device | None = None) -> CapturedGraph:
     """Trace ``module``, a causal language model of transformers whose attention calls our op, into one graph.
 
-    Nothing is computed and no page of a weight is touched: tracing sees shapes. The token and row dimensions are
+    ``device``: where the module's tensors are (None: the CPU), and the graph's inputs will be. Nothing is computed and
+    no page of a weight is touched: tracing sees shapes. The token and row dimensions are
     symbolic. Raises ``CaptureError`` for whatever does not fit into one graph, naming the source line.
     """
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -53,9 +54,9 @@ def capture(module: nn.Module) -> CapturedGraph:
     captured: list[CapturedGraph] = []
     names = _tensor_names(module)
     examples = {
-        INPUT_IDS: torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64),
-        POSITIONS: torch.arange(_EXAMPLE_TOKENS),
-        LOGITS_INDICES: torch.arange(_EXAMPLE_ROWS),
+        INPUT_IDS: torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=device),
+        POSITIONS: torch.arange(_EXAMPLE_TOKENS, device=device),
+        LOGITS_INDICES: torch.arange(_EXAMPLE_ROWS, device=device),
     }
 
     def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:

@@ -33,6 +33,8 @@ def compile_packages(
 ) -> dict[str, Path]:
     """A package in ``folder`` for each of ``pieces``, by key, compiled by ``workers`` processes (None: one per core).
 
+    Once a process has used a GPU, processes forked from it cannot; 0 ``workers`` compile in this one.
+
     Raises ``CaptureError`` with the compiler's own message for the first piece that fails; the others are given up.
     """
     if not pieces:
@@ -40,6 +42,8 @@ def compile_packages(
     # Imported before the processes are forked, which then share it. What the parent does with threads until then is
     # tracing alone: no thread pool is alive that a forked process would wait for.
 
+    if workers == 0:
+        return _compile_here(pieces, folder, progress, ledger)
     workers = workers or len(os.sched_getaffinity(0))
     waiting, running = list(pieces), dict[str, _Job]()
     done: dict[str, Path] = {}
@@ -60,6 +64,18 @@ def compile_packages(
         for job in running.values():
             job.process.kill()
             job.process.join()
+    return done
+
+
+def _compile_here(pieces: Mapping[str, Piece], folder: Path, progress: Progress, ledger: Ledger) -> dict[str, Path]:
+    done: dict[str, Path] = {}
+    for key, piece in pieces.items():
+        progress("compiling pieces", len(done), len(pieces))
+        started = time.monotonic()
+        done[key] = folder / f"{key}.pt2"
+        package_piece(piece, done[key])
+        ledger.add(f"compile piece {key[:8]}", time.monotonic() - started)
+    progress("compiling pieces", len(done), len(pieces))
     return done
 
 

@@ -89,7 +89,8 @@ def _export(piece: Piece) -> torch.export.ExportedProgram:
     examples, dims = [], []
     for value in _example_values(piece):
         shape = [_hint(size) for size in value.shape]
-        examples.append(torch.empty_strided(shape, [_hint(size) for size in value.stride()], dtype=value.dtype).zero_())
+        strides = [_hint(size) for size in value.stride()]
+        examples.append(torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).zero_())
         dynamic = {
             dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)
         }

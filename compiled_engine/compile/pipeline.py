@@ -44,7 +44,7 @@ def plan_model(
     """
     ledger = ledger if ledger is not None else Ledger()
     with ledger.phase("capture") as phase:
-        captured = capture(module)
+        captured = capture(module, device)
         counters.captures += 1
         phase.note = f"{len(captured.graph_module.graph.nodes)} operations"
     with ledger.phase("passes and split") as phase:

@@ -98,7 +98,7 @@ def graphs_for(
             key, stored = lookup(config, files)
             phase.note = "miss" if stored is None else "hit"
         if stored is not None:
-            return _open(stored, ledger)
+            return _open(stored, config, ledger)
         place = store_for(config), key
         if config.require_precompiled or config.graphs is not None:
             raise NotPrecompiledError(explain_miss(*place))
@@ -112,7 +112,7 @@ def graphs_for(
                 logger.warning(
                     "%s\nThis run goes on with the graphs it has compiled; the next must compile again.", error
                 )
-        return _open(model, ledger)
+        return _open(model, config, ledger)
 
 
 def _compile(
@@ -133,7 +133,8 @@ def _compile(
     missing = {name: piece for name, piece in planned.pieces.items() if name not in known}
     with ledger.phase("compile") as phase:
         phase.note = f"{len(missing)} of {len(planned.pieces)} pieces"
-        packages = known | compile_packages(missing, folder, progress, ledger)
+        workers = None if config.device_type == "cpu" else 0
+        packages = known | compile_packages(missing, folder, progress, ledger, workers)
     count_compiled(missing, planned, counters)
     return StoredModel(
         plan=planned.plan,
@@ -173,11 +174,22 @@ def _capture(
         definition = build_definition(files, resolve_dtype(config.dtype, files, config.device_type))
     logger.info("capturing %s, %d layers", type(definition.module).__name__, len(definition.layers))
     device = torch.device(config.device)
+    if device.type != "cpu":
+        _move_untouched(definition.module, device)
     planned = plan_model(definition.module, definition.layers, device, counters, ledger)
     # Never touched, parameters still count as memory when a process is forked to compile.
     for parameter in definition.module.parameters():
         parameter.data = parameter.new_empty(0)
     return definition, planned
+
+
+def _move_untouched(module: torch.nn.Module, device: torch.device) -> None:
+    """Give the module's parameters memory on ``device``, and nothing in it; move its buffers there."""
+    for parameter in module.parameters():
+        parameter.data = torch.empty_like(parameter, device=device)
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            child.register_buffer(name, buffer.to(device), persistent=name not in child._non_persistent_buffers_set)
 
 
 def _save(store: GraphStore, key: StoreKey, model: StoredModel, ledger: Ledger) -> None:
@@ -186,10 +198,10 @@ def _save(store: GraphStore, key: StoreKey, model: StoredModel, ledger: Ledger) 
         phase.num_bytes = sum(path.stat().st_size for path in model.packages.values())
 
 
-def _open(model: StoredModel, ledger: Ledger) -> RunnableGraphs:
+def _open(model: StoredModel, config: EngineConfig, ledger: Ledger) -> RunnableGraphs:
     with ledger.phase("open graphs") as phase:
         phase.num_bytes = sum(path.stat().st_size for path in model.packages.values())
-        pieces = open_packages(model.packages)
+        pieces = open_packages(model.packages, torch.device(config.device))
     return RunnableGraphs(model.plan, pieces, model.constants, model.weight_names, model.max_position)
 
 
