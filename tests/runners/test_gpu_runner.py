@@ -24,7 +24,7 @@ from compiled_engine.runners import create_runner
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest
 from compiled_engine.runners.cpu import CpuRunner
 from compiled_engine.runners.gpu import GpuRunner
-from graph_runners import GREEDY, MODES, SETTINGS, eager_runner, engine_of, make_prompts, new_runner, write
+from graph_runners import MODES, SETTINGS, eager_runner, engine_of, make_prompts, new_runner, write
 from tiny_models import write_tiny_model
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2")
