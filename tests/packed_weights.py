@@ -43,6 +43,21 @@ def numbers(parts: Sequence[WeightPart]) -> torch.Tensor:
     return torch.cat([part.dequantize() if isinstance(part, QuantizedRows) else part.float() for part in parts])
 
 
+def magnitudes(parts: Sequence[WeightPart]) -> torch.Tensor:
+    """The most that the terms of the weight's numbers add up to where scales and offsets are applied one by one."""
+    return torch.cat([_magnitudes(part) if isinstance(part, QuantizedRows) else part.float().abs() for part in parts])
+
+
+def _magnitudes(part: QuantizedRows) -> torch.Tensor:
+    center = 8.0 if part.bits == 4 else 0.0
+    repeats = part.shape[1] // part.scales.shape[1]
+    scales = part.scales.float().repeat_interleave(repeats, dim=1)
+    scaled = (part.codes.float() - center).abs() * scales.abs()
+    if part.offsets is None:
+        return scaled
+    return scaled + (part.offsets.float().repeat_interleave(repeats, dim=1) + center * scales).abs()
+
+
 def aligned_bytes(count: int) -> torch.Tensor:
     """Bytes of 0xa5, aligned for a packed weight."""
     buffer = torch.full((count + ALIGNMENT,), 0xA5, dtype=torch.uint8)

@@ -93,6 +93,22 @@ inline __attribute__((always_inline)) void read_pairs(const bfloat16* data, int6
     }
 }
 
+// The k from begin to end, all of one group.
+struct Span {
+    int64_t group, begin, end;
+};
+
+// Cuts the k from begin to end where groups end.
+template <typename Use>
+inline __attribute__((always_inline)) void for_each_span(const PackedPart& part, int64_t begin, int64_t end,
+                                                         const Use& use) {
+    for (int64_t group = begin / part.group_size; begin < end; ++group) {
+        const int64_t group_end = (group + 1) * part.group_size, last = group_end < end ? group_end : end;
+        use(Span{group, begin, last});
+        begin = last;
+    }
+}
+
 struct Scales {
     Floats scale[2], offset[2];
 };
@@ -142,9 +158,12 @@ inline __attribute__((always_inline)) void read_words(const LowestCodes& lowest,
     for (; count > 0; count -= kStep, data += kBlockColumns * 4) {
         const int64_t now = count < kStep ? count : kStep;
         Words words[2] = {read_as<Words>(data), read_as<Words>(data + 4 * kLanes)};
-        for (int64_t j = 0; j < now; ++j) {
+        for (int64_t j = 0; j < now; j += 2) {
             sink.add(j, scaled(lowest.of(words[0]), scales.scale[0], scales.offset[0]),
                      scaled(lowest.of(words[1]), scales.scale[1], scales.offset[1]));
+            if (j + 1 < now)
+                sink.add(j + 1, scaled(lowest.of(words[0] >> 16), scales.scale[0], scales.offset[0]),
+                         scaled(lowest.of(words[1] >> 16), scales.scale[1], scales.offset[1]));
             words[0] >>= 4;
             words[1] >>= 4;
         }
@@ -168,21 +187,16 @@ template <Storage storage, typename Sink>
 inline __attribute__((always_inline)) void read_groups(const PackedPart& part, const uint8_t* block, int64_t column,
                                                        int64_t begin, int64_t end, Sink& sink) {
     const LowestCodes lowest(part);
-    int64_t index = begin / part.group_size;
-    for (int64_t k = begin; k < end; ++index) {
-        const uint8_t* group = block + index * part.group_bytes;
-        const int64_t group_begin = index * part.group_size, group_end = group_begin + part.group_size;
-        const int64_t last = group_end < end ? group_end : end;
+    for_each_span(part, begin, end, [&](const Span& span) __attribute__((always_inline)) {
+        const uint8_t* group = block + span.group * part.group_bytes;
         const uint8_t* codes = group + codes_offset(part);
+        const int64_t first = span.begin - span.group * part.group_size, count = span.end - span.begin;
         const Scales scales = read_scales(part, group, column);
         if constexpr (storage == Storage::int8)
-            read_bytes(reinterpret_cast<const int8_t*>(codes) + (k - group_begin) * kBlockColumns + column, last - k,
-                       scales, sink);
+            read_bytes(reinterpret_cast<const int8_t*>(codes) + first * kBlockColumns + column, count, scales, sink);
         else
-            read_words(lowest, codes + ((k - group_begin) / kCodesPerWord * kBlockColumns + column) * 4, last - k,
-                       scales, sink);
-        k = last;
-    }
+            read_words(lowest, codes + (first / kCodesPerWord * kBlockColumns + column) * 4, count, scales, sink);
+    });
 }
 
 // Numbers of columns column to column + kTileColumns and of k from begin (a multiple of kStep) to end.

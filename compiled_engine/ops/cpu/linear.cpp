@@ -4,17 +4,16 @@
 // multiply-add per k, and the sums of the chunks are added in order. It depends on nothing but the row, the weight's
 // numbers and the machine's instructions: not on the other rows, the number of threads, or how the numbers are stored.
 //
-// One exception: machines with AVX512_BF16 multiply bfloat16 input and weights that are stored as bfloat16 as they are,
-// at twice the speed, with one instruction per pair of k. Its sums are rounded in another order, so that such a weight
-// gives other last bits than the same numbers in another storage.
+// One exception: machines with AVX512_BF16 multiply bfloat16 input as it is with weights that are stored as bfloat16
+// and with the codes of quantised ones, at twice the speed, with one instruction per pair of k. Its sums are rounded in
+// another order, and scales and offsets are applied to the sums of groups (multiply_codes in tile.h), so that such a
+// weight gives other last bits than the same numbers in another storage.
 #include "activations.h"
+#include "packed_input.h"
 #include "threads.h"
-#include "tile.h"
 
 #include <algorithm>
 #include <limits>
-#include <memory>
-#include <new>
 #include <type_traits>
 
 namespace {
@@ -29,8 +28,7 @@ constexpr int64_t kMaxTaskUnits = 4, kTasksPerThread = 8;
 constexpr int64_t kMaxFewRows = kMaxPanelRows == 12 ? 12 : 4;
 
 struct Call {
-    const void* input;
-    int64_t input_row_stride, num_rows;
+    InputRows input;
     const uint8_t* packed;
     const void *bias, *residual;
     int64_t residual_row_stride;
@@ -44,121 +42,6 @@ struct Call {
     int64_t num_units() const { return header.num_blocks / blocks_per_unit(); }
     int64_t out_columns() const { return header.out_features / blocks_per_unit(); }
 };
-
-// Floats that grow when needed and stay for the next call of the same thread.
-class Scratch {
-public:
-    float* floats(int64_t count) {
-        if (count > size_) {
-            data_.reset(static_cast<float*>(::operator new(count * sizeof(float), std::align_val_t{kBufferAlignment})));
-            size_ = count;
-        }
-        return data_.get();
-    }
-
-private:
-    struct Free {
-        void operator()(float* data) const { ::operator delete(data, std::align_val_t{kBufferAlignment}); }
-    };
-    std::unique_ptr<float, Free> data_;
-    int64_t size_ = 0;
-};
-
-// Rows of the input that are multiplied together.
-struct Panel {
-    int64_t first_row, rows;
-};
-
-inline int64_t num_panels(int64_t num_rows) { return divide_up(num_rows, kMaxPanelRows); }
-
-// The rows are shared out evenly among as few panels as can be.
-Panel panel_at(int64_t index, int64_t num_rows) {
-    const int64_t count = num_panels(num_rows), each = num_rows / count, larger = num_rows % count;
-    return {index * each + std::min(index, larger), each + (index < larger)};
-}
-
-// The input as Element, one stream for all panels of a chunk: [k / kChunk][panel][k % kChunk / kStep][row][kStep].
-// Rows of a panel that lay as far apart as they come would fall on one another in the cache.
-template <typename Element>
-struct PackedInput {
-    Element* data;
-    int64_t num_rows, in_features;
-
-    // k: the first of a chunk.
-    Element* at(const Panel& panel, int64_t k) const {
-        const int64_t length = std::min(kChunk, round_up(in_features - k, kStep));
-        return data + k * num_rows + panel.first_row * length;
-    }
-};
-
-// What the parts of a weight are multiplied with. data is null where no part is.
-struct PackedInputs {
-    PackedInput<float> floats;
-    PackedInput<bfloat16> pairs;
-};
-
-// Whether input of type T is multiplied in pairs with the parts that are stored alike.
-template <typename T>
-constexpr bool kCanPair = kHasPairProducts && std::is_same_v<T, bfloat16>;
-
-template <typename T>
-inline bool is_paired(const PackedPart& part) {
-    return kCanPair<T> && part.storage == Storage::bfloat16;
-}
-
-// Calls use with the input that the part is multiplied with.
-template <typename T, typename Use>
-inline void with_input(const PackedPart& part, const PackedInputs& inputs, const Use& use) {
-    if constexpr (kCanPair<T>) {
-        if (is_paired<T>(part)) return use(inputs.pairs);
-    }
-    use(inputs.floats);
-}
-
-// Room for what the weight's parts need.
-template <typename T>
-PackedInputs make_inputs(const Call& call, Scratch& scratch) {
-    const int64_t in_features = call.header.in_features, num_parts = call.header.num_parts;
-    int64_t num_paired = 0;
-    for (int64_t index = 0; index < num_parts; ++index) num_paired += is_paired<T>(read_part(call.packed, index));
-    const int64_t count = call.num_rows * round_up(in_features, kStep);
-    const int64_t num_floats = num_paired < num_parts ? count : 0, num_in_pairs = num_paired > 0 ? count : 0;
-    float* data = scratch.floats(num_floats + num_in_pairs / 2);
-    return {{num_floats > 0 ? data : nullptr, call.num_rows, in_features},
-            {num_in_pairs > 0 ? reinterpret_cast<bfloat16*>(data + num_floats) : nullptr, call.num_rows, in_features}};
-}
-
-template <typename T>
-inline void convert(T from, float& to) {
-    to = to_float(from);
-}
-inline void convert(bfloat16 from, bfloat16& to) { to = from; }
-
-// Missing last k become zeros.
-template <typename T, typename Element>
-void pack_panel(const Call& call, const Panel& panel, const PackedInput<Element>& packed) {
-    const int64_t in_features = call.header.in_features, rows = panel.rows;
-    for (int64_t begin = 0; begin < in_features; begin += kChunk) {
-        const int64_t end = std::min(in_features, begin + kChunk);
-        for (int64_t row = 0; row < rows; ++row) {
-            const T* from = static_cast<const T*>(call.input) + (panel.first_row + row) * call.input_row_stride;
-            Element* to = packed.at(panel, begin) + row * kStep;
-            int64_t k = begin;
-            for (; k + kStep <= end; k += kStep, to += rows * kStep)
-                for (int64_t j = 0; j < kStep; ++j) convert(from[k + j], to[j]);
-            if (k < end)
-                for (int64_t j = 0; j < kStep; ++j) convert(k + j < end ? from[k + j] : T{}, to[j]);
-        }
-    }
-}
-
-template <typename T>
-void pack_panel(const Call& call, const Panel& panel, const PackedInputs& inputs) {
-    if (inputs.floats.data != nullptr) pack_panel<T>(call, panel, inputs.floats);
-    if constexpr (kCanPair<T>) {
-        if (inputs.pairs.data != nullptr) pack_panel<T>(call, panel, inputs.pairs);
-    }
-}
 
 // Part of a row of bias or residual as floats; zeros where there is none.
 template <typename T>
@@ -223,27 +106,28 @@ void find_blocks(const Call& call, int64_t unit, Block* blocks) {
 
 // A block times one panel.
 template <typename Element>
-void multiply_block(const Block& block, const Panel& panel, const PackedInput<Element>& input, float* sums) {
+void multiply_block(const Block& block, const Panel& panel, const PackedInput<Element>& input,
+                    const InputSums& input_sums, float* sums) {
     const int64_t in_features = input.in_features;
     const MultiplyTile<Element> multiply = tile_function<Element>(block.part.storage, panel.rows);
     const int64_t bytes_per_step = divide_up(block.part.block_bytes * kStep, in_features);
     for (int64_t k = 0; k < in_features; k += kChunk) {
         const uint8_t* ahead = block.data + block.part.block_bytes * k / in_features + kPrefetchDistance;
         multiply({block.part, block.data, k, std::min(in_features, k + kChunk), input.at(panel, k), sums, k == 0,
-                  {ahead, bytes_per_step}});
+                  input_sums.at(block.part, block.part_index, panel, k), {ahead, bytes_per_step}});
     }
 }
 
 // One panel: numbers are made in registers from the packed ones as they stream by.
 template <typename T>
 void few_rows(const Call& call, int64_t unit, const PackedInputs& inputs) {
-    const Panel panel{0, call.num_rows};
+    const Panel panel{0, call.input.num_rows};
     Block blocks[2];
     find_blocks(call, unit, blocks);
     alignas(kBufferAlignment) float sums[2 * kMaxPanelRows * kBlockColumns];
     for (int64_t i = 0; i < call.blocks_per_unit(); ++i)
         with_input<T>(blocks[i].part, inputs, [&](const auto& input) {
-            multiply_block(blocks[i], panel, input, sums + i * panel.rows * kBlockColumns);
+            multiply_block(blocks[i], panel, input, inputs.sums, sums + i * panel.rows * kBlockColumns);
         });
     finish<T>(call, blocks, panel, sums);
 }
@@ -265,31 +149,36 @@ Task make_task(int64_t first_unit, int64_t last_unit, int64_t first_panel, int64
             last.first_row + last.rows - first_row};
 }
 
-template <typename Element>
-constexpr Storage kStorageOf = std::is_same_v<Element, float> ? Storage::float32 : Storage::bfloat16;
+// Numbers of a weight from begin to end of what is at data.
+struct Numbers {
+    Storage storage;
+    const uint8_t* data;
+    int64_t begin, end;
+};
 
-// The numbers of a chunk of a block as Element: in place, or made in a buffer.
+// The numbers of a chunk of a block as tiles for many panels read them: in place, or made as floats in a buffer.
 template <typename Element>
-const uint8_t* chunk_numbers(const Block& block, int64_t begin, int64_t end, float* buffer) {
-    if (block.part.storage == kStorageOf<Element>) return block.data + begin * kBlockColumns * sizeof(Element);
+Numbers chunk_numbers(const Block& block, int64_t begin, int64_t end, float* buffer) {
+    const Storage storage = block.part.storage;
+    if (std::is_same_v<Element, bfloat16> || storage == Storage::float32) return {storage, block.data, begin, end};
     block_to_floats(block.part, block.data, begin, end, buffer);
-    return reinterpret_cast<const uint8_t*>(buffer);
+    return {Storage::float32, reinterpret_cast<const uint8_t*>(buffer), 0, end - begin};
 }
 
 // A chunk of a block, from begin to end, times the task's panels. sums_of(panel): where its sums are.
 template <typename Element, typename SumsOf>
 void multiply_chunk(const Block& block, int64_t begin, int64_t end, const Task& task, const PackedInput<Element>& input,
-                    float* buffer, const SumsOf& sums_of) {
+                    const InputSums& input_sums, float* buffer, const SumsOf& sums_of) {
     const int64_t in_features = input.in_features, steps = divide_up(end - begin, kStep);
-    const uint8_t* numbers = chunk_numbers<Element>(block, begin, end, buffer);
+    const Numbers numbers = chunk_numbers<Element>(block, begin, end, buffer);
     const int64_t bytes = block.part.block_bytes * (end - begin) / in_features;
     Prefetch prefetch{block.data + block.part.block_bytes * end / in_features,
                       divide_up(bytes, steps * (task.last_panel - task.first_panel))};
-    const PackedPart part{};
     for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
         const Panel panel = panel_at(index, input.num_rows);
-        tile_function<Element>(kStorageOf<Element>, panel.rows)(
-            {part, numbers, 0, end - begin, input.at(panel, begin), sums_of(panel), begin == 0, prefetch});
+        tile_function<Element>(numbers.storage, panel.rows)(
+            {block.part, numbers.data, numbers.begin, numbers.end, input.at(panel, begin), sums_of(panel), begin == 0,
+             input_sums.at(block.part, block.part_index, panel, begin), prefetch});
         prefetch.next += prefetch.bytes_per_step * steps;
     }
 }
@@ -307,13 +196,13 @@ void many_rows(const Call& call, const Task& task, const PackedInputs& inputs, S
             find_blocks(call, task.first_unit + unit, blocks);
             for (int64_t i = 0; i < num_blocks; ++i)
                 with_input<T>(blocks[i].part, inputs, [&](const auto& input) {
-                    multiply_chunk(blocks[i], k, end, task, input, buffer, [&](const Panel& panel) {
+                    multiply_chunk(blocks[i], k, end, task, input, inputs.sums, buffer, [&](const Panel& panel) {
                         return sums + task.first_sum(unit, panel, i, num_blocks);
                     });
                 });
             if (end < in_features) continue;
             for (int64_t index = task.first_panel; index < task.last_panel; ++index) {
-                const Panel panel = panel_at(index, call.num_rows);
+                const Panel panel = panel_at(index, call.input.num_rows);
                 finish<T>(call, blocks, panel, sums + task.first_sum(unit, panel, 0, num_blocks));
             }
         }
@@ -328,8 +217,8 @@ void linear_of_few_rows(const Call& call, int threads) {
     // Whole runs of units, so that what is fetched ahead is used; several per thread, so that none waits long.
     const int64_t pieces_per_thread = std::min<int64_t>(8, divide_up(num_units, 5 * threads));
     const int64_t units_per_piece = divide_up(num_units, threads * pieces_per_thread);
-    const PackedInputs inputs = make_inputs<T>(call, input_scratch);
-    pack_panel<T>(call, Panel{0, call.num_rows}, inputs);
+    const PackedInputs inputs = make_inputs<T>(call.input, call.packed, input_scratch);
+    pack_panel<T>(call.input, Panel{0, call.input.num_rows}, call.packed, inputs);
     share_out_ranges(num_units, units_per_piece, threads, [&](int64_t first, int64_t last) {
         for (int64_t unit = first; unit < last; ++unit) few_rows<T>(call, unit, inputs);
     });
@@ -337,20 +226,21 @@ void linear_of_few_rows(const Call& call, int threads) {
 
 template <typename T>
 void linear_of_many_rows(const Call& call, int threads) {
-    const PackedInputs inputs = make_inputs<T>(call, input_scratch);
-    const int64_t panels = num_panels(call.num_rows), num_groups = divide_up(panels, kMaxGroupPanels);
+    const PackedInputs inputs = make_inputs<T>(call.input, call.packed, input_scratch);
+    const int64_t panels = num_panels(call.input.num_rows), num_groups = divide_up(panels, kMaxGroupPanels);
     const int64_t num_units = call.num_units();
     const int64_t units_per_task =
         std::clamp<int64_t>(num_units * num_groups / (threads * kTasksPerThread), 1, kMaxTaskUnits);
     const int64_t num_tasks = divide_up(num_units, units_per_task) * num_groups;
-    share_out(panels, threads,
-              [&](int64_t index) { pack_panel<T>(call, panel_at(index, call.num_rows), inputs); });
+    share_out(panels, threads, [&](int64_t index) {
+        pack_panel<T>(call.input, panel_at(index, call.input.num_rows), call.packed, inputs);
+    });
     share_out(num_tasks, threads, [&](int64_t index) {
         // Tasks with the same weights follow one another.
         const int64_t unit = index / num_groups * units_per_task, group = index % num_groups;
         many_rows<T>(call,
                      make_task(unit, std::min(num_units, unit + units_per_task), panels * group / num_groups,
-                               panels * (group + 1) / num_groups, call.num_rows),
+                               panels * (group + 1) / num_groups, call.input.num_rows),
                      inputs, block_scratch);
     });
 }
@@ -362,14 +252,14 @@ template <typename T>
 void linear(const Call& call) {
     // Callers check this; what does not is told by every number.
     if (call.gated() && !call.header.halves_match) {
-        std::fill_n(static_cast<T*>(call.out), call.num_rows * call.out_columns(),
+        std::fill_n(static_cast<T*>(call.out), call.input.num_rows * call.out_columns(),
                     from_float<T>(std::numeric_limits<float>::quiet_NaN()));
         return;
     }
-    const int64_t products = call.num_rows * call.header.in_features * call.header.out_features;
+    const int64_t products = call.input.num_rows * call.header.in_features * call.header.out_features;
     const bool is_small = call.header.num_bytes < kSmallBytes && products < kSmallProducts;
     const int threads = is_small ? 1 : num_threads();
-    if (call.num_rows <= kMaxFewRows)
+    if (call.input.num_rows <= kMaxFewRows)
         linear_of_few_rows<T>(call, threads);
     else
         linear_of_many_rows<T>(call, threads);
@@ -381,9 +271,15 @@ extern "C" void packed_linear(const void* input, int64_t input_row_stride, int64
                               const uint8_t* packed_weight, const void* bias, const void* residual,
                               int64_t residual_row_stride, void* out, int64_t activation) {
     if (num_rows == 0) return;
-    const Call call{input,    input_row_stride,    num_rows, packed_weight,
-                    bias,     residual,            residual_row_stride, out,
-                    static_cast<Activation>(activation), read_header(packed_weight)};
+    const PackedHeader header = read_header(packed_weight);
+    const Call call{{input, input_row_stride, num_rows, header.in_features},
+                    packed_weight,
+                    bias,
+                    residual,
+                    residual_row_stride,
+                    out,
+                    static_cast<Activation>(activation),
+                    header};
     switch (static_cast<ElementType>(element_type)) {
         case ElementType::float32: return linear<float>(call);
         case ElementType::bfloat16: return linear<bfloat16>(call);

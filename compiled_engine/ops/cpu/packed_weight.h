@@ -7,8 +7,9 @@
 //   float32, float16   [k][column]
 //   bfloat16           [k / 2][column][2]; a missing last k is zero
 //   int8, int4         per group of k: scales [column], offsets [column] if the part has them, codes
-//                      codes of int8: [k][column]; codes of int4: a 32-bit word holds 8 neighbouring k of a column, the
-//                      first in its lowest bits: [k / 8][column], missing last codes are zero
+//                      codes of int8: [k][column]; codes of int4: a 32-bit word holds 8 neighbouring k of a column, k =
+//                      0, 2, 4, 6 from its lowest bits on and 1, 3, 5, 7 from bit 16 on: [k / 8][column], missing last
+//                      codes are zero
 #pragma once
 
 #include "numbers.h"
@@ -16,7 +17,9 @@
 namespace {
 
 constexpr int64_t kBlockColumns = 32, kCodesPerWord = 8, kBufferAlignment = 64;
-constexpr uint32_t kPackedMagic = 0x31575043;
+// A group of k is a multiple of this many, or all of a row.
+constexpr int64_t kGroupUnit = 16;
+constexpr uint32_t kPackedMagic = 0x32575043;
 
 enum class Storage : int32_t { float32 = 0, bfloat16 = 1, float16 = 2, int8 = 3, int4 = 4 };
 constexpr int kNumStorages = 5;
@@ -79,18 +82,20 @@ inline PackedPart read_part(const uint8_t* packed, int64_t index) {
 // One block: where it lies, and the rows of the weight in it.
 struct Block {
     PackedPart part;
+    int64_t part_index;
     const uint8_t* data;
     int64_t first_row, rows;
 };
 
 inline Block find_block(const uint8_t* packed, int64_t index) {
     PackedPart part = read_part(packed, 0);
-    for (int64_t next = 1; index >= num_blocks(part); ++next) {
+    int64_t part_index = 0;
+    while (index >= num_blocks(part)) {
         index -= num_blocks(part);
-        part = read_part(packed, next);
+        part = read_part(packed, ++part_index);
     }
     const int64_t row = index * kBlockColumns, left = part.rows - row;
-    return {part, packed + part.data_offset + index * part.block_bytes, part.first_row + row,
+    return {part, part_index, packed + part.data_offset + index * part.block_bytes, part.first_row + row,
             left < kBlockColumns ? left : kBlockColumns};
 }
 

@@ -43,13 +43,15 @@ void transpose_pairs(const uint16_t* from, int64_t row_stride, int64_t rows, int
     }
 }
 
-// Eight codes of one byte each, the first in the lowest byte, as one word.
-inline uint32_t pack_codes(uint64_t codes) {
-    codes &= 0x0f0f0f0f0f0f0f0f;
-    codes = (codes | codes >> 4) & 0x00ff00ff00ff00ff;
-    codes = (codes | codes >> 8) & 0x0000ffff0000ffff;
-    return static_cast<uint32_t>(codes | codes >> 16);
+// The codes in bytes 0, 2, 4 and 6 side by side.
+inline uint32_t pack_even_codes(uint64_t codes) {
+    codes &= 0x000f000f000f000f;
+    codes = (codes | codes >> 12) & 0x000000ff000000ff;
+    return static_cast<uint32_t>((codes | codes >> 24) & 0xffff);
 }
+
+// Eight codes of one byte each, the first in the lowest byte, as one word.
+inline uint32_t pack_codes(uint64_t codes) { return pack_even_codes(codes) | pack_even_codes(codes >> 8) << 16; }
 
 // As transpose, with a word for every kCodesPerWord codes.
 void pack_words(const uint8_t* from, int64_t row_stride, int64_t rows, int64_t count, uint8_t* to) {

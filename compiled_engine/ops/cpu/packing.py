@@ -14,7 +14,7 @@ WeightPart = torch.Tensor | QuantizedRows
 """Rows of a weight [num_rows, in_features]: float32, bfloat16 or float16 numbers, or quantised ones."""
 
 ALIGNMENT = 64
-_MAGIC = 0x31575043
+_MAGIC = 0x32575043
 _BLOCK_ROWS, _CODES_PER_WORD = 32, 8
 _PART_BYTES = 64
 _INT8, _INT4 = 3, 4

@@ -6,7 +6,7 @@ With one exception: see ``multiplied_in_pairs``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from compiled_engine.ops.cpu.linear import Activation, PackedLinear
 from compiled_engine.ops.cpu.packing import WeightPart
-from packed_weights import DENSE, PATHS, STORAGES, library, numbers, pack, random_part
+from compiled_engine.ops.quantized_rows import QuantizedRows
+from packed_weights import DENSE, PATHS, STORAGES, library, magnitudes, numbers, pack, random_part
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,26 +37,28 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 25, 40, 193, 200)
 
 def multiplied_in_pairs(path: str, dtype: torch.dtype, storage: str) -> bool:
     """Whether there is an instruction for this input and storage that sums in an order of its own."""
-    return path == "avx512_bf16" and dtype is torch.bfloat16 and storage == "bfloat16"
+    return path == "avx512_bf16" and dtype is torch.bfloat16 and storage not in ("float32", "float16")
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def product(
+    x: torch.Tensor, parts: Sequence[WeightPart], bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x W^T + bias in float64, and a bound on the error of any order of float32 sums."""
-    x, weight = x.double(), weight.double()
-    y, size = x @ weight.T, x.abs() @ weight.abs().T
+    x = x.double()
+    y, size = x @ numbers(parts).double().T, x.abs() @ magnitudes(parts).double().T
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
-    return y, size * (x.shape[1] + 2) * 2.0**-24
+    return y, size * (x.shape[1] + 3) * 2.0**-24
 
 
 def expected_and_bound(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    parts: Sequence[WeightPart],
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, bound = product(x, weight, bias)
+    y, bound = product(x, parts, bias)
     if activation is Activation.NONE:
         result = y
     elif activation.gated:
@@ -99,10 +102,10 @@ def test_product_of_any_shape_and_storage(
     path: str, case: tuple[torch.Tensor, list[WeightPart], torch.Tensor | None], with_residual: bool
 ) -> None:
     x, parts, bias = case
-    kernels, weight = library(path), numbers(parts)
-    residual = torch.randn(x.shape[0], weight.shape[0] + 5).to(x.dtype)[:, 2:-3] if with_residual else None
+    kernels, columns = library(path), sum(part.shape[0] for part in parts)
+    residual = torch.randn(x.shape[0], columns + 5).to(x.dtype)[:, 2:-3] if with_residual else None
     out = PackedLinear(kernels)(x, pack(parts, kernels), bias, residual)
-    expected, bound = expected_and_bound(x, weight, bias, residual, Activation.NONE)
+    expected, bound = expected_and_bound(x, parts, bias, residual, Activation.NONE)
     assert out.dtype is x.dtype
     assert ((out.double() - expected).abs() <= bound).all()
 
@@ -116,7 +119,7 @@ def test_activations(activation: Activation, path: str, dtype: torch.dtype, rows
     parts = [random_part(40, 320, "float32"), random_part(40, 320, "int4 with offsets", 32)]
     x, bias = torch.randn(rows, 320).to(dtype), torch.randn(80).to(dtype)
     out = PackedLinear(kernels)(x / 8, pack(parts, kernels), bias, activation=activation)
-    expected, bound = expected_and_bound(x / 8, numbers(parts), bias, None, activation)
+    expected, bound = expected_and_bound(x / 8, parts, bias, None, activation)
     assert out.shape == expected.shape
     assert ((out.double() - expected).abs() <= bound).all()
 
@@ -139,11 +142,17 @@ def test_activations_are_right_to_the_last_bits(path: str, activation: Activatio
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "group_size"),
+    # Groups of 112 end on both sides of the chunks that sums are made of.
+    [(storage, size) for storage in STORAGES for size in ([None] if storage in DENSE else [16, 112, None])],
+)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_a_row_has_the_same_bits_among_any_others(path: str, storage: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_among_any_others(
+    path: str, storage: str, group_size: int | None, dtype: torch.dtype
+) -> None:
     kernels = library(path)
-    linear, packed = PackedLinear(kernels), pack([random_part(70, 560, storage, 16)], kernels)
+    linear, packed = PackedLinear(kernels), pack([random_part(70, 560, storage, group_size)], kernels)
     x = torch.randn(max(ROW_COUNTS), 560).to(dtype)
     alone = torch.cat([linear(row, packed) for row in x.split(1)])
     for count in ROW_COUNTS:
@@ -162,7 +171,7 @@ def test_equal_numbers_give_equal_bits_however_they_are_stored(
     x = torch.randn(rows, 576).to(dtype)
     out, out_of_floats = linear(x, pack([part], kernels)), linear(x, pack([numbers([part])], kernels))
     if multiplied_in_pairs(path, dtype, storage):
-        _, bound = expected_and_bound(x, numbers([part]), None, None, Activation.NONE)
+        _, bound = expected_and_bound(x, [part], None, None, Activation.NONE)
         assert ((out.double() - out_of_floats.double()).abs() <= 2 * bound).all()
     else:
         assert torch.equal(out, out_of_floats)
@@ -179,6 +188,51 @@ def test_sums_of_few_bits_are_exact(path: str, dtype: torch.dtype, seed: int, in
     assert torch.equal(out.double(), x.double() @ numbers(parts).double().T)
 
 
+@st.composite
+def cases_of_few_bits(draw: st.DrawFn) -> tuple[torch.Tensor, list[WeightPart]]:
+    """Input and quantised parts, with groups of their own, whose products and sums have no more bits than a float32."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator)
+
+    in_features = draw(st.one_of(st.integers(1, 600), st.sampled_from([96, 288, 336, 448, 560, 576])))
+    group_sizes = [in_features, *(size for size in (16, 32, 48, 112, 288) if in_features % size == 0)]
+    parts: list[WeightPart] = []
+    for _ in range(draw(st.integers(1, 3))):
+        rows, scale_dtype = draw(st.integers(1, 70)), draw(st.sampled_from([torch.float16, torch.float32]))
+        num_groups = in_features // draw(st.sampled_from(group_sizes))
+        scales = 2.0 ** whole(-1, 2, rows, num_groups) * (2 * whole(0, 1, rows, num_groups) - 1)
+        offsets = whole(-64, 64, rows, num_groups).to(scale_dtype) if draw(st.booleans()) else None
+        bits = draw(st.sampled_from([4, 8]))
+        codes = (
+            whole(0, 15, rows, in_features).to(torch.uint8)
+            if bits == 4
+            else whole(-128, 127, rows, in_features).to(torch.int8)
+        )
+        parts.append(QuantizedRows(bits, codes, scales.to(scale_dtype), offsets))
+    num_rows = draw(st.integers(1, 40))
+    x = torch.full((num_rows, in_features + draw(st.sampled_from([0, 1, 5]))), float("nan"))
+    x[:, :in_features] = whole(-1, 1, num_rows, in_features).float()
+    return x[:, :in_features], parts
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@given(case=cases_of_few_bits())
+def test_sums_of_codes_of_few_bits_are_exact(
+    path: str, dtype: torch.dtype, case: tuple[torch.Tensor, list[WeightPart]]
+) -> None:
+    """The output's rounding is the only one. Beside the input's rows lies NaN."""
+    x, parts = case
+    rows, in_features = x.shape
+    x = torch.as_strided(x, (rows, x.stride(0)), (x.stride(0), 1)).to(dtype)[:, :in_features]
+    kernels = library(path)
+    out = PackedLinear(kernels)(x, pack(parts, kernels))
+    exact = x.double() @ numbers(parts).double().T
+    assert torch.equal(out, exact.to(dtype))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [1, 30])
 def test_subnormal_numbers_count_or_are_zero(path: str, rows: int) -> None:
@@ -186,20 +240,28 @@ def test_subnormal_numbers_count_or_are_zero(path: str, rows: int) -> None:
     x = (torch.randn(rows, 300) * 2.0 ** torch.randint(-134, -118, (rows, 300))).bfloat16()
     weight = torch.randn(40, 300).bfloat16()
     out = PackedLinear(kernels)(x, pack([weight], kernels))
-    expected, bound = expected_and_bound(x, weight, None, None, Activation.NONE)
+    expected, bound = expected_and_bound(x, [weight], None, None, Activation.NONE)
     # Of each product and each sum no more than the smallest normal number may be missing.
     lost = 2.0**-126 * (1 + weight.double().abs()).sum(dim=1)
     assert ((out.double() - expected).abs() <= bound + lost).all()
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 30])
 def test_the_instruction_for_pairs_is_used(path: str, storage: str, rows: int) -> None:
     """It can be told by its zeros for subnormal numbers."""
     kernels = library(path)
-    x, weight = torch.full((rows, 1), 2.0**-130).bfloat16(), torch.full((32, 1), 2.0**100).to(DENSE[storage])
-    out = PackedLinear(kernels)(x, pack([weight], kernels))
+    x, weight = torch.full((rows, 1), 2.0**-130).bfloat16(), torch.full((32, 1), 2.0**100)
+    part: WeightPart = (
+        weight.to(DENSE[storage])
+        if storage in DENSE
+        # Codes that mean one.
+        else QuantizedRows(8, torch.ones(32, 1, dtype=torch.int8), weight, None)
+        if storage == "int8"
+        else QuantizedRows(4, torch.full((32, 1), 9, dtype=torch.uint8), weight, None)
+    )
+    out = PackedLinear(kernels)(x, pack([part], kernels))
     expected = 0 if multiplied_in_pairs(path, x.dtype, storage) else 2.0**-30
     assert (out == expected).all()
 
@@ -208,12 +270,15 @@ def test_the_instruction_for_pairs_is_used(path: str, storage: str, rows: int) -
 @pytest.mark.parametrize("rows", [1, 8, 50])
 @pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU_AND_MULTIPLY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_bits(path: str, rows: int, activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("storage", ["int8", "int4 with offsets"])
+def test_threads_do_not_change_bits(
+    path: str, rows: int, activation: Activation, dtype: torch.dtype, storage: str
+) -> None:
     kernels = library(path)
     kernels.set_num_threads.argtypes = [ctypes.c_int64]
-    parts = [random_part(320, 300, "int8"), random_part(320, 300, "bfloat16")]
+    parts = [random_part(320, 304, storage, 16), random_part(320, 304, "bfloat16")]
     linear, packed = PackedLinear(kernels), pack(parts, kernels)
-    x, results = torch.randn(rows, 300).to(dtype), []
+    x, results = torch.randn(rows, 304).to(dtype), []
     try:
         for count in (1, 2, 3, 7):
             kernels.set_num_threads(count)
@@ -229,7 +294,8 @@ def test_threads_do_not_change_bits(path: str, rows: int, activation: Activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_stays_in_its_row(path: str, activation: Activation, rows: int, dtype: torch.dtype) -> None:
     kernels = library(path)
-    parts = [random_part(40, 70, storage) for storage in ("int4", "bfloat16")]
+    storages = ("int4", "bfloat16", "int8 with offsets", "int4 with offsets")
+    parts = [random_part(40, 70, storage) for storage in storages]
     linear, packed = PackedLinear(kernels), pack(parts, kernels)
     x = torch.randn(rows, 70).to(dtype)
     clean = linear(x, packed, activation=activation)
