@@ -67,7 +67,7 @@ ENGINES = {
     entry.name: entry
     for entry in (
         EngineEntry(OURS, "compiled_engine_steps", MAIN),
-        EngineEntry(f"{OURS}-bfloat16", "compiled_engine_steps", MAIN, {"dtype": "bfloat16", "unpacked": True}),
+        EngineEntry(f"{OURS}-bfloat16", "compiled_engine_steps", MAIN, {"dtype": "bfloat16"}),
         EngineEntry(REFERENCE, "transformers_generate", MAIN),
         EngineEntry("transformers-cb", "transformers_batching", MAIN),
         EngineEntry("vllm-float32", "vllm_steps", VLLM, {"dtype": "float32"}, vllm_variables),
