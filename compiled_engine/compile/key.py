@@ -19,6 +19,7 @@ from compiled_engine.compile.surroundings import (
     compiler_setting_components,
     cpu_components,
     environment_components,
+    gpu_components,
     schema_components,
     source_components,
     torch_components,
@@ -34,7 +35,6 @@ OPT_OUT: Mapping[str, str] = {
     "block_size": "a matter of caches, which are no argument of any piece",
     "kv_cache_memory": "sizes caches, which are no argument of any piece",
     "enable_prefix_caching": "decides which tokens are computed, not how",
-    "device": "enters as the type of device, without its index",
     "graph_mode": "graphs are captured from pieces at every start",
     "graph_sizes": "graphs are captured from pieces at every start",
     "max_graph_size": "graphs are captured from pieces at every start",
@@ -108,10 +108,12 @@ def build_store_key(
     (``/proc/cpuinfo``) are where sources, variables and CPU flags are read. Raises ``StoreError`` when this package
     has no sources on disk.
     """
-    engine = {"engine.dtype": str(dtype).removeprefix("torch."), "engine.device": config.device_type}
+    engine = {"engine.dtype": str(dtype).removeprefix("torch.")}
     for item in dataclasses.fields(config):
         if item.name not in OPT_OUT:
             engine[f"engine.{item.name}"] = repr(getattr(config, item.name))
+    # Whichever of several equal GPUs it is.
+    engine["engine.device"] = config.device_type
     return StoreKey(
         {
             **{name if name.startswith(MODEL_PREFIX) else MODEL_PREFIX + name: text for name, text in model.items()},
@@ -121,6 +123,7 @@ def build_store_key(
             **torch_components(),
             **compiler_setting_components(),
             **cpu_components(cpuinfo),
+            **gpu_components(config.device),
             **environment_components(environment),
         }
     )

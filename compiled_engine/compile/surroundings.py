@@ -140,6 +140,14 @@ def cpu_components(cpuinfo: Path | None = None) -> dict[str, str]:
     }
 
 
+def gpu_components(device: str) -> dict[str, str]:
+    """Name and compute capability of the GPU that ``device`` names; nothing for the CPU, or where there is no GPU."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    return {"gpu.name": properties.name, "gpu.capability": f"{properties.major}.{properties.minor}"}
+
+
 def environment_components(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment variables that torch's compilers and kernels read, where they are set."""
     environment = environment if environment is not None else os.environ

@@ -34,8 +34,8 @@ class Padding:
 class PersistentTensor:
     """A tensor on the device and its image on the host, written from the first element on.
 
-    On the CPU they are one. On a GPU the image is in pinned memory and the copy runs on the current stream, so an image
-    must not be written again before the step that uses it has ended.
+    On the CPU they are one. On a GPU the image is in pinned memory and is copied on the current stream while the host
+    goes on; the next write waits for the end of that copy.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -43,12 +43,15 @@ class PersistentTensor:
         self._image = torch.zeros(tuple(shape), dtype=dtype, pin_memory=on_gpu)
         self.tensor = self._image.to(device) if on_gpu else self._image
         self._array = self._image.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
 
     def write(self, values: np.ndarray, size: int, fill: int | float | np.ndarray = 0) -> torch.Tensor:
         """Make the first ``size`` rows ``values``, then ``fill``; returns them on the device.
 
         A row that is longer than one of ``values`` is filled up with zeros.
         """
+        if self._copied is not None:
+            self._copied.synchronize()
         rows = self._array[:size]
         count = len(values)
         if rows.ndim == 1:
@@ -57,8 +60,9 @@ class PersistentTensor:
             rows[:count] = 0
             rows[:count, : values.shape[1]] = values
         rows[count:] = fill
-        if self.tensor is not self._image:
+        if self._copied is not None:
             self.tensor[:size].copy_(self._image[:size], non_blocking=True)
+            self._copied.record()
         return self.tensor[:size]
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_every_field_of_the_config_was_decided_on() -> None:
     assert set(OPT_OUT) <= fields
     assert all(len(reason) > 10 for reason in OPT_OUT.values())
     entered = {name.partition(".")[2] for name in key_of().components if name.startswith("engine.")}
-    assert entered == fields - set(OPT_OUT) | {"dtype", "device"}
+    assert entered == fields - set(OPT_OUT) | {"dtype"}
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
@@ -315,3 +316,17 @@ def test_what_a_compiler_notes_in_its_own_settings_does_not(monkeypatch: pytest.
     before = key_of()
     with torch._inductor.config.patch({"aot_inductor.metadata": {"AOTI_DEVICE_KEY": "cpu"}}):
         assert key_of() == before
+
+
+def test_equal_gpus_share_graphs_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [("A", 9, 0), ("A", 9, 0), ("B", 8, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(**dict(zip(("name", "major", "minor"), gpus[device.index], strict=True))),
+    )
+    keys = [key_of(EngineConfig(device=f"cuda:{index}")) for index in range(3)]
+    assert keys[0] == keys[1]
+    assert [item.name for item in keys[0].differences(keys[2].components)] == ["gpu.capability", "gpu.name"]
+    assert not [name for name in key_of().components if name.startswith("gpu.")]

@@ -43,6 +43,7 @@ class CudaGraphBackend(GraphBackend):
             return launched() or ()
 
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         try:
@@ -82,13 +83,10 @@ def _innermost(error: BaseException) -> str:
 @contextmanager
 def _collector_held() -> Iterator[None]:
     """A collection in the middle of a capture could free CUDA memory, which a capture forbids."""
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
         if was_enabled:
             gc.enable()
