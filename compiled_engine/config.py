@@ -49,6 +49,16 @@ def default_cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "compiled_engine"
 
 
+def default_store_root() -> Path:
+    """The folder of this user's compiled graphs: ``graphs`` in ``default_cache_root()``."""
+    return default_cache_root() / "graphs"
+
+
+def default_kernel_folder() -> Path:
+    """Where this user's compiled kernels are kept, beside the graphs that call them."""
+    return default_store_root() / "kernels"
+
+
 def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"doc": text})
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from compiled_engine import cli
 from compiled_engine.cli.graphs import _around_difference
 from compiled_engine.compile.key import StoreKey
-from compiled_engine.compile.store import GraphStore, default_store_root
-from compiled_engine.config import EngineConfig
+from compiled_engine.compile.store import GraphStore
+from compiled_engine.config import EngineConfig, default_store_root
 from compiled_engine.models import find_model
 from compiled_engine.runners.precompile import lookup
 from store_models import COMPONENTS, all_files, make_key, make_model

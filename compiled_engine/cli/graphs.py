@@ -199,7 +199,8 @@ def _clear(arguments: argparse.Namespace) -> int:
 
 
 def _store(bundle: str | None) -> GraphStore:
-    from compiled_engine.compile.store import GraphStore, default_store_root
+    from compiled_engine.compile.store import GraphStore
+    from compiled_engine.config import default_store_root
 
     return GraphStore(default_store_root() if bundle is None else Path(bundle))
 

@@ -70,7 +70,8 @@ def _run(arguments: argparse.Namespace) -> int:
         starting("the graphs could not be compiled"),
     ):
         with ledger.phase("imports"):
-            from compiled_engine.compile.store import GraphStore, default_store_root
+            from compiled_engine.compile.store import GraphStore
+            from compiled_engine.config import default_store_root
             from compiled_engine.models import find_model
             from compiled_engine.runners.precompile import precompile
         with ledger.phase("config and files"):

@@ -27,7 +27,6 @@ from compiled_engine.compile.store_manifest import (
     parse_package_name,
 )
 from compiled_engine.compile.store_survey import ClearReport, Nearest, StoreEntry, VerifyReport, clear, survey, verify
-from compiled_engine.config import default_cache_root
 from compiled_engine.errors import StoreDamagedError, StoreError, StoreWriteError
 
 __all__ = [
@@ -37,16 +36,10 @@ __all__ = [
     "StoreEntry",
     "StoredModel",
     "VerifyReport",
-    "default_store_root",
 ]
 
 # Another process may set an entry aside and save it anew while this one reads it; it does not do so again and again.
 _ATTEMPTS = 3
-
-
-def default_store_root() -> Path:
-    """The folder ``graphs`` in the cache folder of this engine (see ``config.default_cache_root``)."""
-    return default_cache_root() / "graphs"
 
 
 class GraphStore:

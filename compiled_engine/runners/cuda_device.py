@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_engine.compile.graphs.cuda import CudaGraphBackend
+from compiled_engine.compile.store_checks import check_access
+from compiled_engine.config import default_kernel_folder
 from compiled_engine.context import StaticForwardContext
 from compiled_engine.errors import ConfigError
 from compiled_engine.ops.attention import AttentionSpec
+from compiled_engine.runners.gpus import find_gpu
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -25,7 +28,7 @@ class CudaDevice:
     """A ``Device``. Raises ``ConfigError`` where the GPU that ``config`` names, or Triton, is missing."""
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype) -> None:
-        self.torch_device = _find(config.device)
+        self.torch_device = find_gpu(config.device)
         self._dtype = dtype
         self._memory_fraction = config.gpu_memory_fraction
         torch.cuda.set_device(self.torch_device)
@@ -36,12 +39,18 @@ class CudaDevice:
             raise ConfigError(
                 f"quantization is {config.quantization!r}: quantised weights run on device='cpu' only; leave it out"
             )
+        self._block_size = config.block_size
         _check_triton()
+        if config.store:
+            _use_stored_kernels()
 
     def attention_backend(self, layers: Sequence[AttentionSpec]) -> TritonAttention:
-        """See ``Device``."""
-        from compiled_engine.ops.triton.attention import TritonAttention
+        """See ``Device``. Compiles the kernels of all layers, or finds them in the store."""
+        from compiled_engine.ops.triton.attention import TritonAttention, attention_variants
 
+        for layer in layers:
+            for variant in attention_variants(layer, layer.cache_spec(self._block_size, self._dtype), self._dtype):
+                variant.compile()
         return TritonAttention(layers, self._dtype, self.torch_device, self._properties.multi_processor_count)
 
     def graph_backend(self, static_context: StaticForwardContext) -> CudaGraphBackend:
@@ -50,8 +59,11 @@ class CudaDevice:
 
     def sampler(self, vocab_size: int, max_rows: int, dtype: torch.dtype) -> GraphSampler:
         """See ``Device``."""
+        from compiled_engine.ops.triton.sampling import sampling_variants
         from compiled_engine.runners.graph_sampler import GraphSampler
 
+        for variant in sampling_variants(vocab_size, (dtype,)):
+            variant.compile()
         return GraphSampler(vocab_size, max_rows, dtype, self.torch_device)
 
     def max_seq_len_buckets(self, max_model_len: int) -> tuple[int, ...]:
@@ -83,19 +95,15 @@ class CudaDevice:
         return max(0, peak - torch.cuda.memory_allocated(self.torch_device))
 
 
-def _find(name: str) -> torch.device:
-    way_out = "use device='cpu', or a machine with a GPU, its driver and a CUDA build of torch"
-    if not torch.cuda.is_available():
-        build = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else (f"torch {torch.__version__} is a build without CUDA")
-        )
-        raise ConfigError(f"device is {name!r}, and there is no GPU to be used here ({build}): {way_out}")
-    index = int(name.partition(":")[2] or torch.cuda.current_device())
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPU(s): {way_out}")
-    return torch.device("cuda", index)
+def _use_stored_kernels() -> None:
+    """Let Triton find and keep its kernels beside the stored graphs. Raises ``StoreAccessError``."""
+    from compiled_engine.ops.triton.kernel_cache import use_kernel_cache
+
+    folder = default_kernel_folder() / "triton"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for part in (folder.parent.parent, folder.parent, folder):
+        check_access(part, part.lstat())
+    use_kernel_cache(folder)
 
 
 def _check_triton() -> None:

@@ -238,7 +238,7 @@ class GpuRunner(Runner):
         """
         with torch.inference_mode():
             self.device.reset_peak()
-            self._profile_step()
+            self._profile_step(max_model_len)
             working_bytes = self.device.peak_above_current()
             keys = self.dispatcher.keys()
             largest = {(key.kind, key.uniform_query_len): key for key in reversed(keys)}
@@ -250,11 +250,11 @@ class GpuRunner(Runner):
             unbind_kv_cache(self.static_context)
         return working_bytes + graph_bytes
 
-    def _profile_step(self) -> None:
+    def _profile_step(self, max_model_len: int) -> None:
         """The largest step, without caches, whose attention computes nothing."""
         config = self.config
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        inputs = self._dummy_inputs(rows, config.max_num_batched_tokens // rows)
+        inputs = self._dummy_inputs(rows, min(config.max_num_batched_tokens // rows, max_model_len))
         staged = self.buffers.stage(inputs, Padding.none(inputs))
         context = self._context(staged, self._launch_of(inputs), StepKind.PROFILE, inputs.num_tokens)
         self.device.prepare_step(inputs.num_tokens)

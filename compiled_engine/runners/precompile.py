@@ -16,12 +16,13 @@ from compiled_engine.compile.key import StoreKey, build_store_key
 from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.opening import CompiledPiece, open_packages
 from compiled_engine.compile.plan import GraphPlan
-from compiled_engine.compile.store import GraphStore, default_store_root
+from compiled_engine.compile.store import GraphStore
 from compiled_engine.compile.store_entry import StoredModel
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, default_store_root
 from compiled_engine.errors import NotPrecompiledError, StoreWriteError
 from compiled_engine.models import ModelFiles, build_definition, model_components, resolve_dtype
 from compiled_engine.ops.cpu.build import load_kernels
+from compiled_engine.runners.gpus import find_gpu
 
 if TYPE_CHECKING:
     from compiled_engine.compile.pipeline import PlannedGraph, Progress
@@ -71,11 +72,15 @@ def precompile(
 ) -> StoreKey:
     """Capture and compile the model's graphs and keep them, and the CPU kernels, in ``store``; returns the graphs' key.
 
-    Raises ``CaptureError`` for a model that cannot be captured, ``StoreWriteError`` for a store that cannot be written.
+    Raises ``CaptureError`` for a model that cannot be captured, ``StoreWriteError`` for a store that cannot be written,
+    ``ConfigError`` for a GPU that is not there.
     """
     key = _key(config, files)
-    with ledger.phase("kernels"):
-        load_kernels(store.root / "kernels")
+    if config.device_type == "cpu":
+        with ledger.phase("kernels"):
+            load_kernels(store.root / "kernels")
+    else:
+        find_gpu(config.device)
     with tempfile.TemporaryDirectory(prefix="compiled_engine_") as folder:
         model = _compile(config, files, (store, key), Path(folder), ledger, progress, CompileCounters())
         _save(store, key, model, ledger)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from compiled_engine.compile.key import Difference
-from compiled_engine.compile.store import GraphStore, StoredModel, default_store_root
+from compiled_engine.compile.store import GraphStore, StoredModel
+from compiled_engine.config import default_store_root
 from compiled_engine.errors import StoreDamagedError, StoreError, StoreWriteError
 from store_models import all_files, contents, make_key, make_model, make_plan, piece_key, same
 

@@ -230,6 +230,13 @@ def test_the_start_is_told_in_the_ledger(folders: Callable[[str], Path]) -> None
     runner.close()
 
 
+def test_a_step_may_hold_more_tokens_than_all_requests_together(folders: Callable[[str], Path]) -> None:
+    small: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 9, "graph_sizes": (2,), "max_graph_size": None}
+    runner = new_runner(folders("llama"), **small)
+    assert len(write(engine_of(runner), [[5, 6], [7]])) == 2
+    runner.close()
+
+
 def test_create_runner_chooses_by_device_and_mode(folders: Callable[[str], Path]) -> None:
     files = find_model(str(folders("llama")))
     small: dict[str, Any] = {**SETTINGS, "graph_sizes": None, "max_graph_size": None}

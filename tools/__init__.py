@@ -1,0 +1,1 @@
+"""Tools for those who develop the engine. They use the package; the package never imports them."""
