@@ -12,6 +12,7 @@ import torch
 
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 
 BLOCK_SIZE = 16
 
@@ -54,9 +55,9 @@ def attention_rows(
 ) -> Iterator[AttentionRow]:
     """Measure a layer with ``spec`` in every case, each for about ``seconds``, the quickest of all runs.
 
-    Uses the threads that the kernels have; ``kernel_folder`` as in ``CpuAttention``.
+    Uses the threads that the kernels have; ``kernel_folder`` as in ``load_kernels``.
     """
-    backend = CpuAttention(dtype, kernel_folder)
+    backend = CpuAttention(dtype, load_kernels(kernel_folder))
     for case in (*DECODES, *PROMPTS):
         elapsed = _quickest(_layer_call(spec, dtype, backend, case), seconds)
         tokens = case.batch_size * (case.cached + case.new)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from compiled_engine.context import key_cache, value_cache
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.reference import paged_attention
 from kernel_folder import KERNELS
 
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 @cache
 def cpu_attention(dtype: torch.dtype, path_name: str | None) -> CpuAttention:
-    return CpuAttention(dtype, KERNELS, path_name)
+    return CpuAttention(dtype, load_kernels(KERNELS, path_name))
 
 
 @dataclass(frozen=True)

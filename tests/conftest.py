@@ -11,6 +11,8 @@ from pathlib import Path
 # Read by the hub client when it is imported, so before anything else: no test may reach the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton's kernels run in its interpreter here, which is chosen before its import; torch's compilers import it too.
+os.environ["TRITON_INTERPRET"] = "1"
 # OpenMP's threads spin while they wait, which makes a step ten times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -11,6 +11,7 @@ from compiled_engine.context import (
 )
 from compiled_engine.models import ModelFiles, build_definition, resolve_dtype, resolve_max_model_len
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
 from compiled_engine.runners.memory import available_memory, size_cache_groups
 from compiled_engine.runners.precompile import kernel_folder
@@ -25,7 +26,7 @@ def describe_bindings(config: EngineConfig, files: ModelFiles) -> ContextDescrip
     definition = build_definition(files, dtype)
     max_model_len = resolve_max_model_len(definition.max_position, config.max_model_len)
     context = StaticForwardContext()
-    backend = CpuAttention(dtype, kernel_folder(config))
+    backend = CpuAttention(dtype, load_kernels(kernel_folder(config)))
     register_attention_layers(context, definition.layers, config.block_size, dtype, backend)
     try:
         cache_groups = size_cache_groups(config, context, max_model_len, available_memory())

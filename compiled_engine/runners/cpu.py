@@ -63,8 +63,8 @@ class CpuRunner(Runner):
         self.static_context = StaticForwardContext()
         self._seal = CompileSeal(config.on_compile)
         with ledger.phase("kernels"):
-            self._backend = CpuAttention(self.dtype, kernel_folder(config))
             kernels = load_kernels(kernel_folder(config))
+            self._backend = CpuAttention(self.dtype, kernels)
             self._threads = CpuThreads(kernels, config.num_threads or usable_cores())
             self._sampler = CpuSampler(kernels)
         graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)

@@ -31,9 +31,8 @@ class CpuDevice:
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype) -> None:
         self.torch_device = torch.device("cpu")
-        folder = kernel_folder(config)
-        self._attention = CpuAttention(dtype, folder)
-        kernels = load_kernels(folder)
+        kernels = load_kernels(kernel_folder(config))
+        self._attention = CpuAttention(dtype, kernels)
         self._threads = CpuThreads(kernels, config.num_threads or usable_cores())
         self._sampler = CpuSampler(kernels)
 

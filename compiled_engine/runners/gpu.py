@@ -351,7 +351,8 @@ def _at_most(sizes: tuple[int, ...] | None, limit: int) -> tuple[int, ...] | Non
 
 def _padding_of(key: GraphKey) -> Padding:
     if key.kind is GraphKind.PIECEWISE:
-        return Padding(key.num_padded_tokens, 0, 0, False)
+        # One request without tokens: attention, which runs between the pieces, has nothing to do.
+        return Padding(key.num_padded_tokens, 1, 0, False)
     uniform = key.uniform_query_len is not None
     return Padding(key.num_padded_tokens, key.num_padded_requests, key.num_padded_requests, uniform)
 

@@ -32,6 +32,7 @@ from compiled_engine.context import (
 from compiled_engine.models import Checkpoint, ModelDefinition, find_model
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.quantized_rows import QuantizedRows
 from compiled_engine.runners.batch import ScheduledRequest
 from compiled_engine.runners.inputs import build_step_inputs
@@ -219,7 +220,7 @@ class Running:
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.context = StaticForwardContext()
-        self.backend = CpuAttention(dtype, KERNELS)
+        self.backend = CpuAttention(dtype, load_kernels(KERNELS))
         for spec in planned.plan.layers:
             layer = PagedAttention(spec, spec.cache_spec(BLOCK_SIZE, dtype), self.backend)
             self.context.register(spec.layer_name, layer)

@@ -18,6 +18,7 @@ from compiled_engine.context import CacheLayer, StaticForwardContext, bind_kv_ca
 from compiled_engine.errors import CacheNotBound, ForwardContextError, PlanError
 from compiled_engine.ops.attention import PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from kernel_folder import KERNELS
 
 TOKENS = [3, 1, 4, 1, 5, 9]
@@ -34,7 +35,7 @@ class Parts:
 
     def build(self, layer_class: Callable[..., CacheLayer] | None = None) -> CompiledModel:
         context = StaticForwardContext()
-        backend = CpuAttention(torch.float32, KERNELS)
+        backend = CpuAttention(torch.float32, load_kernels(KERNELS))
         for name, spec in self.layers.items():
             cache = spec.cache_spec(BLOCK_SIZE, torch.float32)
             layer = layer_class(name, cache) if layer_class else PagedAttention(spec, cache, backend)

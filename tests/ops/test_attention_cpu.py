@@ -15,6 +15,7 @@ from compiled_engine.context import AttentionMetadata, key_cache, token_slots, v
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.attention import CpuAttentionMetadata
+from compiled_engine.ops.cpu.build import load_kernels
 from kernel_folder import KERNELS
 
 
@@ -116,7 +117,7 @@ def test_the_metadata_keeps_what_the_kernel_reads() -> None:
     """Its tensors share the arrays' memory where these are int32 and dense, and hold a copy where they are not."""
     spec = AttentionSpec("layer", 2, 1, 4, 0.5, sliding_window=3)
     step = make_step(spec, [Request(3, 1), Request(0, 3)], 1, 2, torch.float32, seed=1)
-    backend = CpuAttention(torch.float32, KERNELS)
+    backend = CpuAttention(torch.float32, load_kernels(KERNELS))
     table = step.block_table.astype(np.int64)
     metadata = backend.build_metadata(step.query_start_loc, step.seq_lens, table)
     assert metadata.query_start_loc.tolist() == step.query_start_loc.tolist()
@@ -131,7 +132,7 @@ def test_the_metadata_keeps_what_the_kernel_reads() -> None:
 def test_what_the_kernel_would_misread_is_refused(fault: str) -> None:
     spec = AttentionSpec("layer", 2, 1, 4, 0.5)
     step = make_step(spec, [Request(3, 1), Request(0, 3)], 0, 2, torch.float32, seed=1)
-    backend = CpuAttention(torch.float32, KERNELS)
+    backend = CpuAttention(torch.float32, load_kernels(KERNELS))
     query = step.query.double() if fault == "dtype" else step.query
     out = torch.empty(4, 2, 8)[..., ::2] if fault == "out" else torch.empty(4, 2, 4)
     metadata = backend.build_metadata(step.query_start_loc, step.seq_lens, step.block_table)
@@ -141,7 +142,7 @@ def test_what_the_kernel_would_misread_is_refused(fault: str) -> None:
 
 def test_metadata_of_another_backend_is_refused() -> None:
     foreign = AttentionMetadata(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]))
-    layer = CpuAttention(torch.float32, KERNELS).for_layer(AttentionSpec("layer", 1, 1, 4, 0.5))
+    layer = CpuAttention(torch.float32, load_kernels(KERNELS)).for_layer(AttentionSpec("layer", 1, 1, 4, 0.5))
     query, cache = torch.zeros(1, 1, 4), torch.zeros(1, 1, 2, 1, 4)
     with pytest.raises(TypeError, match="CpuAttentionMetadata"):
         layer.write_and_attend(query, query, query, query.clone(), cache, torch.zeros(1, dtype=torch.int64), foreign)

@@ -24,6 +24,7 @@ from compiled_engine.context import (
 from compiled_engine.errors import CacheNotBound, ForwardContextError
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.reference import paged_attention
 from kernel_folder import KERNELS
 
@@ -38,7 +39,7 @@ SLOTS = torch.tensor([8, 9, 10, 4])
 @pytest.fixture
 def context() -> StaticForwardContext:
     context = StaticForwardContext()
-    backend = CpuAttention(torch.float32, KERNELS)
+    backend = CpuAttention(torch.float32, load_kernels(KERNELS))
     context.register(NAME, PagedAttention(SPEC, SPEC.cache_spec(BLOCK_SIZE, torch.float32), backend))
     context.register("cacheless", CacheLayer("cacheless", None))
     context.seal()
@@ -55,7 +56,7 @@ def new_caches() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def step(context: StaticForwardContext, kind: StepKind = StepKind.REAL) -> Iterator[None]:
-    metadata = CpuAttention(torch.float32, KERNELS).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE)
+    metadata = CpuAttention(torch.float32, load_kernels(KERNELS)).build_metadata(START_LOC, SEQ_LENS, BLOCK_TABLE)
     with set_forward_context(
         ForwardContext(context, (metadata,), (SLOTS,), num_tokens=4, num_padded_tokens=4, step_kind=kind)
     ):

@@ -22,6 +22,7 @@ from compiled_engine.errors import ForwardContextError
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.by_value import GatherInputs, attend_by_value, gather_inputs
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.reference import paged_attention
 from kernel_folder import KERNELS
 
@@ -30,7 +31,9 @@ BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 8
 
 def make_layer(window: int | None = None, soft_cap: float | None = None) -> tuple[StaticForwardContext, PagedAttention]:
     spec = AttentionSpec("layers.0.attn", HEADS, KV_HEADS, HEAD_DIM, 0.3, window, soft_cap)
-    layer = PagedAttention(spec, spec.cache_spec(BLOCK_SIZE, torch.float32), CpuAttention(torch.float32, KERNELS))
+    layer = PagedAttention(
+        spec, spec.cache_spec(BLOCK_SIZE, torch.float32), CpuAttention(torch.float32, load_kernels(KERNELS))
+    )
     context = StaticForwardContext()
     context.register(spec.layer_name, layer)
     context.seal()

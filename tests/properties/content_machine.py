@@ -32,6 +32,7 @@ from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.errors import RequestError
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.runners.base import CacheGroupLimits
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
@@ -98,7 +99,7 @@ class ContentMachine(RuleBasedStateMachine):
     def start(self, full_blocks, sliding_blocks, window, block_size, rows, budget, caching):
         self.limits = (CacheGroupLimits(full_blocks), CacheGroupLimits(sliding_blocks, window))
         self.block_size = block_size
-        self.backend = CpuAttention(torch.float32, KERNELS)
+        self.backend = CpuAttention(torch.float32, load_kernels(KERNELS))
         self.context = StaticForwardContext()
         self.specs = {spec.layer_name: spec for spec in layer_specs(window)}
         register_attention_layers(self.context, self.specs.values(), block_size, torch.float32, self.backend)

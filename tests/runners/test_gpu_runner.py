@@ -61,10 +61,12 @@ def eager_texts(folders: Callable[[str], Path]) -> Callable[[str], dict[int, lis
     return make
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode == "full_and_piecewise" else pytest.mark.slow) for mode in MODES]
+)
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name != "llama")],
+    [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in ARCHITECTURES],
 )
 def test_every_mode_writes_what_eager_steps_write(
     architecture: str,
@@ -83,6 +85,7 @@ def test_every_mode_writes_what_eager_steps_write(
     runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
 def test_preempted_requests_and_cached_prefixes_write_the_same(mode: str, folders: Callable[[str], Path]) -> None:
     folder = folders("llama")
@@ -180,6 +183,7 @@ def test_a_planted_fault_is_named_at_the_first_replay(runner: GpuRunner, fault: 
         write(engine, [[5, 6, 7]])
 
 
+@pytest.mark.slow
 def test_rebinding_is_also_noticed_after_replays(runner: GpuRunner) -> None:
     engine = engine_of(runner)
     write(engine, [[5, 6, 7]])
@@ -188,6 +192,7 @@ def test_rebinding_is_also_noticed_after_replays(runner: GpuRunner) -> None:
         write(engine, [[5, 6, 7]])
 
 
+@pytest.mark.slow
 def test_binding_the_same_caches_again_is_no_fault(runner: GpuRunner) -> None:
     engine = engine_of(runner)
     first = write(engine, [[5, 6, 7]])
@@ -210,6 +215,7 @@ def test_warm_up_leaves_nothing_in_the_reserved_block(runner: GpuRunner) -> None
         assert not token_slots(layer.kv_cache)[: SETTINGS["block_size"]].any()
 
 
+@pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_graphs(folders: Callable[[str], Path], runner: GpuRunner) -> None:
     eager = eager_runner(folders("llama"))
     params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, max_tokens=6, ignore_eos=True)
@@ -217,6 +223,7 @@ def test_sampled_tokens_do_not_depend_on_graphs(folders: Callable[[str], Path], 
     eager.close()
 
 
+@pytest.mark.slow
 def test_the_start_is_told_in_the_ledger(folders: Callable[[str], Path]) -> None:
     ledger = Ledger()
     seen: list[tuple[str, int, int]] = []
@@ -230,6 +237,7 @@ def test_the_start_is_told_in_the_ledger(folders: Callable[[str], Path]) -> None
     runner.close()
 
 
+@pytest.mark.slow
 def test_a_step_may_hold_more_tokens_than_all_requests_together(folders: Callable[[str], Path]) -> None:
     small: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 9, "graph_sizes": (2,), "max_graph_size": None}
     runner = new_runner(folders("llama"), **small)
@@ -237,6 +245,7 @@ def test_a_step_may_hold_more_tokens_than_all_requests_together(folders: Callabl
     runner.close()
 
 
+@pytest.mark.slow
 def test_create_runner_chooses_by_device_and_mode(folders: Callable[[str], Path]) -> None:
     files = find_model(str(folders("llama")))
     small: dict[str, Any] = {**SETTINGS, "graph_sizes": None, "max_graph_size": None}
@@ -254,6 +263,7 @@ def test_without_a_gpu_there_is_one_clear_error(device: str, folders: Callable[[
         create_runner(config, find_model(str(folders("llama"))), Ledger())
 
 
+@pytest.mark.slow
 def test_close_frees_caches_and_graphs(folders: Callable[[str], Path]) -> None:
     runner = new_runner(folders("llama"))
     write(engine_of(runner), [[5, 6]])

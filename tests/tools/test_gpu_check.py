@@ -75,6 +75,7 @@ def check(tmp_path: Path, store: Path) -> Check:
     return Check(tmp_path, store)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_one_line_says_the_way_out(check: Check) -> None:
     process = check.run()
@@ -86,6 +87,7 @@ def test_without_a_gpu_one_line_says_the_way_out(check: Check) -> None:
     assert not check.has_written()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -101,6 +103,7 @@ def test_a_wrong_option_is_told(arguments: list[str], message: str, check: Check
     assert message in process.stderr
 
 
+@pytest.mark.slow
 def test_help_has_sections_and_examples(check: Check) -> None:
     process = check.run("--help")
     assert process.returncode == 0
@@ -108,6 +111,7 @@ def test_help_has_sections_and_examples(check: Check) -> None:
         assert text in process.stdout
 
 
+@pytest.mark.slow
 def test_a_spent_budget_starts_no_section_and_says_so(check: Check) -> None:
     process = check.run(*TINY, "--budget", "0")
     assert process.returncode == 0
@@ -116,6 +120,7 @@ def test_a_spent_budget_starts_no_section_and_says_so(check: Check) -> None:
     assert "the budget was spent" in check.sections["decode"]["summary"]
 
 
+@pytest.mark.slow
 def test_sections_and_sizes_are_those_asked_for(check: Check) -> None:
     process = check.run(*TINY, "--sections", "environment,kernels,capture", "--layers", "1", "--batches", "1,2,5")
     assert process.returncode == 0, process.stderr
@@ -137,6 +142,7 @@ environment.check = boom
 """
 
 
+@pytest.mark.slow
 def test_a_section_that_raises_stops_no_other(check: Check) -> None:
     process = check.run(*TINY, "--sections", "environment,kernels", fault=RAISES)
     assert process.returncode == 1
@@ -145,6 +151,7 @@ def test_a_section_that_raises_stops_no_other(check: Check) -> None:
     assert "in boom" in check.sections["environment"]["figures"]["traceback"]
 
 
+@pytest.mark.slow
 def test_after_an_error_of_the_device_the_rest_runs_in_a_new_process(check: Check) -> None:
     """In the new process nothing is planted, so the section that raises here passes there."""
     fault = RAISES.replace("environment", "kernels") + RAISES + "command.device_is_broken = lambda lab: True"

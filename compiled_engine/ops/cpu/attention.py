@@ -6,8 +6,8 @@ outside a request can reach its result.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,15 +26,11 @@ class CpuAttentionMetadata(AttentionMetadata):
 
 
 class CpuAttention:
-    """The CPU's ``AttentionBackend``. ``dtype`` is that of queries and caches.
+    """The CPU's ``AttentionBackend``. ``dtype`` is that of queries and caches; ``library``: see ``load_kernels``."""
 
-    ``kernel_folder``: where the C++ kernels are kept, and built where they are missing; None: nowhere.
-    ``path_name``: their instruction path (None: the best that this CPU runs).
-    """
-
-    def __init__(self, dtype: torch.dtype, kernel_folder: Path | None, path_name: str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, library: ctypes.CDLL) -> None:
         self.dtype = dtype
-        self._kernel = AttentionKernel(dtype, kernel_folder, path_name)
+        self._kernel = AttentionKernel(dtype, library)
 
     def build_metadata(
         self, query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray

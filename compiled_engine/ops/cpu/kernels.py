@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_engine.ops.attention import AttentionSpec
-from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.elements import ELEMENT_SUFFIXES
 
 _POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -58,14 +56,11 @@ _ARGUMENTS += [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER]
 
 
 class AttentionKernel:
-    """The kernel for queries and caches of one dtype, out of ``folder``.
+    """The kernel for queries and caches of one dtype, out of ``library`` (see ``load_kernels``)."""
 
-    ``path_name``: the instruction path. See ``load_kernels`` for both, and for what is raised.
-    """
-
-    def __init__(self, dtype: torch.dtype, folder: Path | None, path_name: str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, library: ctypes.CDLL) -> None:
         self.dtype = dtype
-        self._function: Any = getattr(load_kernels(folder, path_name), f"write_and_attend_{ELEMENT_SUFFIXES[dtype]}")
+        self._function: Any = getattr(library, f"write_and_attend_{ELEMENT_SUFFIXES[dtype]}")
         self._function.argtypes, self._function.restype = _ARGUMENTS, None
 
     def __call__(

@@ -26,6 +26,7 @@ from compiled_engine.context import (
 from compiled_engine.errors import CaptureError, GraphOutputKept, StaleGraph
 from compiled_engine.ops.attention import AttentionSpec, PagedAttention, attend
 from compiled_engine.ops.cpu import CpuAttention
+from compiled_engine.ops.cpu.build import load_kernels
 from kernel_folder import KERNELS
 
 PART = GraphPart(GraphKey(GraphKind.PIECEWISE, 4, 0, None, 0, 0), 2)
@@ -197,7 +198,7 @@ def test_the_epoch_is_adopted_when_nothing_moved() -> None:
 def test_attention_inside_a_piece_is_refused() -> None:
     """vllm#53030: captured although it must run eagerly, it would be replayed with the metadata of its capture."""
     spec = AttentionSpec("layers.0.attn", 2, 1, 8, scale=0.5)
-    backend = CpuAttention(torch.float32, KERNELS)
+    backend = CpuAttention(torch.float32, load_kernels(KERNELS))
     layer = PagedAttention(spec, spec.cache_spec(4, torch.float32), backend)
     context = StaticForwardContext()
     context.register("layers.0.attn", layer)

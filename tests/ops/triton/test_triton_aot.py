@@ -64,6 +64,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[s
     return folder, table
 
 
+@pytest.mark.slow
 def test_the_table_has_all_kernels_of_the_model(smollm2: tuple[Path, list[list[str]]]) -> None:
     folder, table = smollm2
     variants = model_variants(SMOLLM2, torch.bfloat16, 16)
@@ -77,6 +78,7 @@ def test_the_table_has_all_kernels_of_the_model(smollm2: tuple[Path, list[list[s
         assert float(seconds) > 0
 
 
+@pytest.mark.slow
 def test_launches_find_everything_compiled(smollm2: tuple[Path, list[list[str]]]) -> None:
     """Real launches of real tensors in another process, in a folder that was moved; nothing is written."""
     folder, _ = smollm2
@@ -85,6 +87,7 @@ def test_launches_find_everything_compiled(smollm2: tuple[Path, list[list[str]]]
     assert files(folder) == before
 
 
+@pytest.mark.slow
 def test_other_constants_are_other_kernels(smollm2: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
     folder = shutil.copytree(smollm2[0], tmp_path / "copy")
     was_found = launch("sm_90", folder, block_size=32)
@@ -93,6 +96,7 @@ def test_other_constants_are_other_kernels(smollm2: tuple[Path, list[list[str]]]
     assert len(files(folder)) > len(files(smollm2[0]))
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_compiled_again(smollm2: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
     """But for an entry that lost its binary."""
     folder = shutil.copytree(smollm2[0], tmp_path / "triton")
@@ -102,6 +106,7 @@ def test_what_is_there_is_not_compiled_again(smollm2: tuple[Path, list[list[str]
     assert launch("sm_90", folder) == dict.fromkeys(SMOLLM2_KERNELS, True)
 
 
+@pytest.mark.slow
 def test_heads_of_128_spill_nothing(tmp_path: Path) -> None:
     options = ("--heads=32", "--kv-heads=8", "--head-dim=128", "--vocab=1000", "--targets=sm_90")
     table = compile_ahead(*options, "--out", tmp_path)
@@ -129,6 +134,7 @@ def test_unsupported_targets_are_refused(target: str) -> None:
         parse_target(target)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     for options, message in (
         (("--targets", "sm_90,sm_12"), "'sm_12' is not supported: choose among sm_80"),

@@ -54,6 +54,7 @@ def check(step: Step, num_splits: int = 1, alibi: torch.Tensor | None = None, **
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=steps(max_requests=3), has_alibi=st.booleans(), empty=st.integers(0, 2), loose=st.integers(0, 40))
 def test_any_mix_equals_the_reference(step: Step, has_alibi: bool, empty: int, loose: int) -> None:
@@ -61,6 +62,7 @@ def test_any_mix_equals_the_reference(step: Step, has_alibi: bool, empty: int, l
     check(step, alibi=alibi, empty_requests=empty, loose_rows=loose)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=decode_steps(), num_splits=NUM_SPLITS, has_alibi=st.booleans(), empty=st.integers(0, 2))
 def test_split_decodes_equal_the_reference(step: Step, num_splits: int, has_alibi: bool, empty: int) -> None:
@@ -68,6 +70,7 @@ def test_split_decodes_equal_the_reference(step: Step, num_splits: int, has_alib
     check(step, num_splits, alibi, empty_requests=empty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
@@ -86,6 +89,7 @@ def test_every_head_size(head_dim: int, block_size: int, dtype: torch.dtype) -> 
     check(make_step(spec, [Request(300, 1), Request(7, 1)], 1, block_size, dtype, seed=head_dim), num_splits=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2, 5, 8, 33, 71])
 def test_every_number_of_queries_to_a_key(group: int) -> None:
     """A tile holds whole tokens; groups of more heads than a tile has rows make it larger."""
@@ -111,12 +115,14 @@ def check_that_poison_stays_out(step: Step, num_splits: int, poison: float) -> N
 POISONS = st.sampled_from([float("nan"), float("inf"), 1e30])
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=steps(max_requests=3), poison=POISONS)
 def test_what_no_query_sees_cannot_reach_a_row(step: Step, poison: float) -> None:
     check_that_poison_stays_out(step, 1, poison)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=decode_steps(), poison=POISONS, num_splits=NUM_SPLITS)
 def test_what_no_query_sees_cannot_reach_a_split_decode(step: Step, poison: float, num_splits: int) -> None:
@@ -131,6 +137,7 @@ def test_blocks_before_a_window_may_hold_anything(num_splits: int) -> None:
     check_that_poison_stays_out(step, num_splits, float("nan"))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=steps(max_requests=3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_request_has_the_same_bits_in_any_batch(step: Step, dtype: torch.dtype) -> None:
@@ -140,6 +147,7 @@ def test_a_request_has_the_same_bits_in_any_batch(step: Step, dtype: torch.dtype
     assert torch.equal(run(step, empty_requests=1, loose_rows=5)[: step.num_real_rows], torch.cat(alone))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(step=decode_steps(), num_splits=NUM_SPLITS)
 def test_a_split_decode_has_the_same_bits_in_any_batch(step: Step, num_splits: int) -> None:
@@ -147,6 +155,7 @@ def test_a_split_decode_has_the_same_bits_in_any_batch(step: Step, num_splits: i
     assert torch.equal(run(step, num_splits)[: step.num_real_rows], torch.cat(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [16, 31, MAX_KV_SPLITS])
 def test_most_splits_may_have_nothing_to_do(num_splits: int) -> None:
     check(decode_step(SPEC, [0, 15, 16, 300, 700]), num_splits)
@@ -163,6 +172,7 @@ def test_programs_may_run_in_any_order(num_splits: int) -> None:
         assert torch.equal(run(step, num_splits, loose_rows=4), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (40, None), (100, 5.0)])
 def test_a_chunk_has_the_bits_of_its_tokens_one_by_one(window: int | None, soft_cap: float | None) -> None:
     """Prefill in one go, in chunks of any size, and token by token: the same bits, over tiles of rows and keys."""
@@ -206,6 +216,7 @@ def test_one_launch_serves_other_contents(num_splits: int) -> None:
         assert out[count:].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 30.0, 1e4])
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -233,6 +244,7 @@ def test_a_query_of_nan_spoils_its_own_row_alone() -> None:
     assert torch.equal(out, clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_rows_and_blocks_may_lie_apart(num_splits: int) -> None:
     """Rows that are columns of a merged projection, heads that lie apart, and pages with padding between them."""

@@ -135,6 +135,7 @@ print(json.dumps({result.name: result.resources.spill_bytes for result in compil
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype", "cache_dtype"),
     [

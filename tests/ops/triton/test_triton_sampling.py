@@ -130,6 +130,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[dict]]:
     return logits, [draw(row), draw(row)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(case=cases(), layout=st.sampled_from([(256, 256), (128, 128), (32, 64)]))
 def test_equals_sample(case: tuple[torch.Tensor, list[dict]], layout: tuple[int, int]) -> None:
@@ -141,6 +142,7 @@ def test_equals_sample(case: tuple[torch.Tensor, list[dict]], layout: tuple[int,
     assert_same(logits, buffers, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_real_vocabulary_with_the_settings_of_a_launch(dtype: torch.dtype) -> None:
     vocab_size = 49_152
@@ -162,6 +164,7 @@ def test_a_real_vocabulary_with_the_settings_of_a_launch(dtype: torch.dtype) -> 
     assert_same(logits, buffers, token_ids[: len(rows)].tolist())
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(case=cases())
 def test_a_row_does_not_depend_on_the_others(case: tuple[torch.Tensor, list[dict]]) -> None:
@@ -183,6 +186,7 @@ def assert_keeps(logits: torch.Tensor, row: dict, kept: list[int], tile: int, ca
     assert launch(logits.expand(len(kept), -1).contiguous(), buffers, tile, capacity)[0] == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [
@@ -202,6 +206,7 @@ def test_filters_keep_the_right_tokens(row: dict) -> None:
     assert_keeps(logits, row, order[:4].tolist(), 32)
 
 
+@pytest.mark.slow
 def test_ties() -> None:
     """top_k keeps all that equal the last it wants, top_p the first of these; -0 equals 0."""
     logits = torch.tensor([-1.0, 0.0, 2.0, -0.0, 0.0, -5.0, -0.0, -3.0])
