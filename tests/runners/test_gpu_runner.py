@@ -112,40 +112,54 @@ def poison(runner: GpuRunner) -> None:
 
 @pytest.fixture
 def runner(folders: Callable[[str], Path]) -> Iterator[GpuRunner]:
+    """One that a test may do anything to."""
     runner = new_runner(folders("llama"))
     yield runner
     runner.close()
 
 
-def test_steps_use_the_graphs_that_were_captured(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def sound_runner(folders: Callable[[str], Path]) -> Iterator[GpuRunner]:
+    """One that all tests leave as it is."""
+    runner = new_runner(folders("llama"))
+    yield runner
+    runner.close()
+
+
+def test_warm_up_leaves_nothing_in_the_reserved_block(sound_runner: GpuRunner) -> None:
+    for layer in sound_runner.static_context.values():
+        assert not token_slots(layer.kv_cache)[: SETTINGS["block_size"]].any()
+
+
+def test_steps_use_the_graphs_that_were_captured(sound_runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is captured is what the dispatcher can ask for."""
     asked = []
-    decide = runner.decide
-    monkeypatch.setattr(runner, "decide", lambda inputs: asked.append(decide(inputs)) or asked[-1])
-    write(engine_of(runner), make_prompts(7))
+    decide = sound_runner.decide
+    monkeypatch.setattr(sound_runner, "decide", lambda inputs: asked.append(decide(inputs)) or asked[-1])
+    write(engine_of(sound_runner), make_prompts(7))
     kinds = [decision.key.kind for decision in asked if decision.key is not None]
     assert GraphKind.FULL in kinds
     assert GraphKind.PIECEWISE in kinds
     reasons = [decision.reason for decision in asked if decision.key is None]
     assert all("above the largest captured token size, 18" in reason for reason in reasons)
     assert reasons, "a chunk of 24 tokens fits no graph"
-    assert {record.part.key for record in runner.graph_records} == set(runner.dispatcher.keys())
+    assert {record.part.key for record in sound_runner.graph_records} == set(sound_runner.dispatcher.keys())
 
 
-def test_graphs_bind_what_they_use(runner: GpuRunner) -> None:
-    full = next(record for record in runner.graph_records if record.part.key.kind is GraphKind.FULL)
+def test_graphs_bind_what_they_use(sound_runner: GpuRunner) -> None:
+    full = next(record for record in sound_runner.graph_records if record.part.key.kind is GraphKind.FULL)
     by_role = {role: {binding.name for binding in full.bindings if binding.role is role} for role in Role}
-    assert by_role[Role.CACHE] == set(runner.static_context)
-    assert by_role[Role.WEIGHT] == set(runner.graphed.model.weights)
+    assert by_role[Role.CACHE] == set(sound_runner.static_context)
+    assert by_role[Role.WEIGHT] == set(sound_runner.graphed.model.weights)
     assert by_role[Role.INPUT] == {"input_ids", "positions", "logits_indices"}
-    groups = range(len(runner.static_context.groups))
+    groups = range(len(sound_runner.static_context.groups))
     assert by_role[Role.METADATA] == {
         "query_start_loc",
         "seq_lens",
         *(f"{what} of group {group}" for what in ("block_table", "slot_mapping") for group in groups),
     }
     assert by_role[Role.OUTPUT] == {"logits"}
-    pieces = next(record for record in runner.graph_records if record.part.key.kind is GraphKind.PIECEWISE)
+    pieces = next(record for record in sound_runner.graph_records if record.part.key.kind is GraphKind.PIECEWISE)
     assert not [name for name in pieces.launches if name.startswith("attention")]
     assert {binding.role for binding in pieces.bindings} == {Role.INPUT, Role.WEIGHT}
 
@@ -210,11 +224,6 @@ def test_an_output_that_outlives_its_step_is_noticed(runner: GpuRunner, monkeypa
         write(engine_of(runner), [[5, 6, 7]])
 
 
-def test_warm_up_leaves_nothing_in_the_reserved_block(runner: GpuRunner) -> None:
-    for layer in runner.static_context.values():
-        assert not token_slots(layer.kv_cache)[: SETTINGS["block_size"]].any()
-
-
 @pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_graphs(folders: Callable[[str], Path], runner: GpuRunner) -> None:
     eager = eager_runner(folders("llama"))
@@ -276,7 +285,9 @@ def test_close_frees_caches_and_graphs(folders: Callable[[str], Path]) -> None:
         write(engine_of(runner), [[5, 6]])
 
 
-def test_too_many_tokens_are_refused(runner: GpuRunner) -> None:
-    request = ScheduledRequest("long", (5,) * 25, 0, (tuple(range(1, 8)),) * len(runner.static_context.groups), False)
+def test_too_many_tokens_are_refused(sound_runner: GpuRunner) -> None:
+    request = ScheduledRequest(
+        "long", (5,) * 25, 0, (tuple(range(1, 8)),) * len(sound_runner.static_context.groups), False
+    )
     with pytest.raises(RequestError, match="25 tokens, max_num_batched_tokens is 24"):
-        runner.execute(ScheduledBatch((request,), make_sampling_batch([])))
+        sound_runner.execute(ScheduledBatch((request,), make_sampling_batch([])))
