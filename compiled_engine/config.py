@@ -93,7 +93,8 @@ class EngineConfig:
     block_size: int = _doc("Tokens in one block of the KV cache.", 16)
     kv_cache_memory: int | str | None = _doc(
         "Bytes for the KV cache (an integer, or text such as '2GiB'). None: what max_num_seqs requests of "
-        "max_model_len tokens need, at most 4 GiB and at most half of the free memory.",
+        "max_model_len tokens need; on CPU at most 4 GiB and half of the free memory, on a GPU at most what "
+        "gpu_memory_fraction leaves.",
         None,
     )
     enable_prefix_caching: bool = _doc(
@@ -110,8 +111,8 @@ class EngineConfig:
         None,
     )
     graph_sizes: tuple[int, ...] | None = _doc(
-        "Numbers of tokens, and of requests with a token each, to capture graphs for; max_num_seqs is always among "
-        "them. None: 1, 2, 4, and from 8 on in growing steps.",
+        "Numbers of tokens, and of requests with a token each, to capture graphs for; max_num_seqs, or max_graph_size "
+        "where that is less, is always among them. None: 1, 2, 4, and from 8 on in growing steps.",
         None,
     )
     max_graph_size: int | None = _doc(
@@ -187,9 +188,14 @@ class EngineConfig:
     @property
     def captures_graphs(self) -> bool:
         """Whether steps are captured and replayed."""
-        if self.graph_mode is None:
-            return self.device_type != "cpu"
-        return self.graph_mode != "none"
+        return self.resolved_graph_mode != "none"
+
+    @property
+    def resolved_graph_mode(self) -> str:
+        """``graph_mode``, or what it is by default on this device."""
+        if self.graph_mode is not None:
+            return self.graph_mode
+        return "none" if self.device_type == "cpu" else "full_and_piecewise"
 
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:

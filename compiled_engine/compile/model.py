@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -128,12 +129,17 @@ class CompiledModel:
             raise PlanError("the plan's head made no logits")
         return logits
 
-    def verify(self, enabled: bool) -> None:
-        """Check shapes, strides and dtypes of everything that pieces give and take (for warm-up; off while serving).
+    @contextmanager
+    def verified(self) -> Iterator[None]:
+        """Inside, shapes, strides and dtypes of everything that pieces give and take are checked (for warm-up).
 
         A compiled piece trusts its inputs: a stride that differs from the plan's would be read as garbage.
         """
-        self._verify = enabled
+        self._verify = True
+        try:
+            yield
+        finally:
+            self._verify = False
 
     def _place(self, name: str) -> int:
         if name not in self._places:

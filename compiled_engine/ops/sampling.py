@@ -35,6 +35,26 @@ class SamplingBatch:
     forbidden_token_ids: tuple[tuple[int, ...], ...]
     num_logprobs: tuple[int, ...]
 
+    def take(self, rows: Sequence[int]) -> SamplingBatch:
+        """The parameters of ``rows`` alone."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        return SamplingBatch(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            seeds=self.seeds[index],
+            positions=self.positions[index],
+            forbidden_token_ids=tuple(self.forbidden_token_ids[row] for row in rows),
+            num_logprobs=tuple(self.num_logprobs[row] for row in rows),
+        )
+
+
+def greedy_batch(num_rows: int) -> SamplingBatch:
+    """``num_rows`` rows that take the most likely token and ask for nothing else."""
+    none, zeros = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows)
+    return SamplingBatch(zeros, none, torch.ones(num_rows), zeros, none, none, ((),) * num_rows, (-1,) * num_rows)
+
 
 @dataclass(frozen=True)
 class SampledTokens:
@@ -80,7 +100,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         random_ids = _sample_random(allowed[random_rows.to(logits.device)], batch, random_rows)
         token_ids[random_rows.to(logits.device)] = random_ids
     _check_maxima(allowed.gather(1, token_ids[:, None]).flatten(), range(num_rows))
-    return SampledTokens(tuple(token_ids.tolist()), _logprobs(logits, token_ids, batch.num_logprobs))
+    return SampledTokens(tuple(token_ids.tolist()), logprobs_of(logits, token_ids, batch.num_logprobs))
 
 
 def check_shape(logits: torch.Tensor, num_rows: int) -> None:
@@ -250,9 +270,11 @@ def _apply_top_p(weights: torch.Tensor, logits: torch.Tensor, top_p: torch.Tenso
     return weights.masked_fill(~(above | equal), 0.0)
 
 
-def _logprobs(
+def logprobs_of(
     logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: tuple[int, ...]
 ) -> tuple[dict[int, float] | None, ...]:
+    """Log-probabilities of the raw ``logits`` [n, vocab_size] as ``SampledTokens`` has them, for the sampled
+    ``token_ids`` [n]. Raises ``LogitsError`` as ``sample`` does."""
     wanted = [row for row, count in enumerate(num_logprobs) if count >= 0]
     result: list[dict[int, float] | None] = [None] * len(num_logprobs)
     if not wanted:

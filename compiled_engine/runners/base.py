@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compiled_engine.errors import RequestError
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,15 @@ class CacheGroupLimits:
     sliding_window: int | None = None
 
 
+def describe_cache_groups(groups: Sequence[CacheGroupLimits], block_size: int) -> str:
+    """How many tokens fit, group by group, for the log."""
+    return ", ".join(
+        f"{(group.num_blocks - 1) * block_size} tokens"
+        + ("" if group.sliding_window is None else f" (sliding window {group.sliding_window})")
+        for group in groups
+    )
+
+
 @dataclass(frozen=True)
 class RunnerLimits:
     """What a runner that is ready can hold. ``cache_groups`` are in the order of ``ScheduledRequest.block_tables``."""
@@ -29,6 +43,20 @@ class RunnerLimits:
     block_size: int
     cache_groups: tuple[CacheGroupLimits, ...]
     vocab_size: int
+
+    def check_tokens(self, batch: ScheduledBatch) -> None:
+        """Raise ``RequestError`` for a batch of more than ``max_num_batched_tokens`` tokens."""
+        if batch.num_scheduled_tokens > self.max_num_batched_tokens:
+            raise RequestError(
+                f"the batch has {batch.num_scheduled_tokens} tokens, max_num_batched_tokens is "
+                f"{self.max_num_batched_tokens}"
+            )
+
+
+def log_progress(what: str, done: int, total: int) -> None:
+    """Progress for those who watch the log alone."""
+    if done < total:
+        logger.info("%s: %d of %d", what, done + 1, total)
 
 
 class Runner(ABC):

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from compiled_engine.context import StaticForwardContext, allocate_kv_caches, declared_specs
+from compiled_engine.context import (
+    StaticForwardContext,
+    allocate_kv_caches,
+    bind_kv_cache,
+    declared_specs,
+    token_slots,
+)
 from compiled_engine.ops.attention import AttentionBackend, AttentionSpec, PagedAttention
 from compiled_engine.runners.base import CacheGroupLimits
 
@@ -37,3 +43,20 @@ def allocate_cache_groups(
         members = {name: specs[name] for name in group.layer_names}
         caches |= allocate_kv_caches(members, limits.num_blocks, device)
     return caches
+
+
+def bind_new_caches(
+    static_context: StaticForwardContext,
+    cache_groups: Sequence[CacheGroupLimits],
+    device: torch.device | str = "cpu",
+) -> int:
+    """Allocate caches for every layer of a sealed context and bind them; returns their bytes."""
+    caches = allocate_cache_groups(static_context, cache_groups, device)
+    bind_kv_cache(caches, static_context)
+    return sum(cache.nbytes for cache in {id(cache): cache for cache in caches.values()}.values())
+
+
+def scrub_reserved_block(static_context: StaticForwardContext, block_size: int) -> None:
+    """Whatever padding left in the reserved block must not outlive the warm-up (vllm#57156)."""
+    for layer in static_context.values():
+        token_slots(layer.kv_cache)[:block_size].zero_()

@@ -9,31 +9,27 @@ import torch
 
 from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.ledger import Ledger
-from compiled_engine.compile.model import CompiledModel
 from compiled_engine.compile.seal import CompileSeal
-from compiled_engine.compile.weights import materialize, num_weight_bytes
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
     ForwardContext,
     StaticForwardContext,
     StepKind,
-    bind_kv_cache,
     set_forward_context,
-    token_slots,
 )
-from compiled_engine.errors import ContextStateError, RequestError
-from compiled_engine.models import Checkpoint, ModelFiles, resolve_dtype, resolve_max_model_len
+from compiled_engine.errors import ContextStateError
+from compiled_engine.models import ModelFiles, resolve_dtype, resolve_max_model_len
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.ops.cpu.threads import CpuThreads
-from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits
+from compiled_engine.runners.base import Runner, RunnerLimits, describe_cache_groups, log_progress
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
-from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
+from compiled_engine.runners.caches import bind_new_caches, register_attention_layers, scrub_reserved_block
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
-from compiled_engine.runners.loading import CheckpointWeights
+from compiled_engine.runners.loading import load_model
 from compiled_engine.runners.memory import available_memory, size_cache_groups
-from compiled_engine.runners.precompile import RunnableGraphs, graphs_for, kernel_folder
+from compiled_engine.runners.precompile import graphs_for, kernel_folder
 from compiled_engine.threads import usable_cores
 
 if TYPE_CHECKING:
@@ -67,15 +63,14 @@ class CpuRunner(Runner):
             self._backend = CpuAttention(self.dtype, kernels)
             self._threads = CpuThreads(kernels, config.num_threads or usable_cores())
             self._sampler = CpuSampler(kernels)
-        graphs = graphs_for(config, files, ledger, progress or _log_progress, self.counters)
+        graphs = graphs_for(config, files, ledger, progress or log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
-        self.model = self._load_weights(graphs, files, ledger)
+        register_attention_layers(self.static_context, graphs.plan.layers, config.block_size, self.dtype, self._backend)
+        self.model = load_model(config, graphs, files, self.static_context, ledger)
         with ledger.phase("KV cache") as phase:
             cache_groups = size_cache_groups(config, self.static_context, max_model_len, available_memory())
-            caches = allocate_cache_groups(self.static_context, cache_groups)
-            bind_kv_cache(caches, self.static_context)
-            phase.num_bytes = sum(cache.nbytes for cache in caches.values())
-        logger.info("KV cache: %s", ", ".join(_describe_group(group, config.block_size) for group in cache_groups))
+            phase.num_bytes = bind_new_caches(self.static_context, cache_groups)
+        logger.info("KV cache: %s", describe_cache_groups(cache_groups, config.block_size))
         self._limits = RunnerLimits(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -95,11 +90,7 @@ class CpuRunner(Runner):
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """See ``Runner.execute``. Raises ``RequestError`` for a batch of too many tokens."""
-        if batch.num_scheduled_tokens > self._limits.max_num_batched_tokens:
-            raise RequestError(
-                f"the batch has {batch.num_scheduled_tokens} tokens, max_num_batched_tokens is "
-                f"{self._limits.max_num_batched_tokens}"
-            )
+        self._limits.check_tokens(batch)
         with self._seal.guard():
             inputs = build_step_inputs(batch.requests, self.config.block_size)
             logits = self._forward(inputs, StepKind.REAL)
@@ -110,19 +101,6 @@ class CpuRunner(Runner):
         self._seal.close()
         self.static_context.close()
         self.model = None  # type: ignore[assignment]
-
-    def _load_weights(self, graphs: RunnableGraphs, files: ModelFiles, ledger: Ledger) -> CompiledModel:
-        """Read and pack the weights by the plan's recipes, and register the plan's attention layers."""
-        with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
-            logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
-            source = CheckpointWeights(graphs.weight_names, graphs.constants, checkpoint)
-            head_weights = {name.removeprefix("weight:") for name in graphs.plan.head.inputs}
-            weights = materialize(graphs.plan.weights, source, self.config.quantization, head_weights)
-            phase.num_bytes = num_weight_bytes(graphs.plan.weights, weights)
-        register_attention_layers(
-            self.static_context, graphs.plan.layers, self.config.block_size, self.dtype, self._backend
-        )
-        return CompiledModel(graphs.plan, graphs.pieces, weights, self.static_context)
 
     def _forward(self, inputs: StepInputs, step_kind: StepKind) -> torch.Tensor:
         """Logits [num_logits, vocab_size] of the rows that sample."""
@@ -150,22 +128,9 @@ class CpuRunner(Runner):
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Run two small steps on padding rows, checking every tensor against the plan."""
-        self.model.verify(True)
         tables = ((0,),) * len(self.static_context.groups)
-        for num_tokens in _WARM_UP_ROWS:
-            dummy = [ScheduledRequest(f"warm-up {row}", (0,), 0, tables, row < 2) for row in range(num_tokens)]
-            self._forward(build_step_inputs(dummy, self.config.block_size), StepKind.WARMUP)
-        self.model.verify(False)
-        for layer in self.static_context.values():
-            # Whatever the dummy rows left in the reserved block must not outlive the warm-up (vllm#57156).
-            token_slots(layer.kv_cache)[: self.config.block_size].zero_()
-
-
-def _log_progress(what: str, done: int, total: int) -> None:
-    if done < total:
-        logger.info("%s: %d of %d", what, done + 1, total)
-
-
-def _describe_group(group: CacheGroupLimits, block_size: int) -> str:
-    kind = "" if group.sliding_window is None else f" (sliding window {group.sliding_window})"
-    return f"{(group.num_blocks - 1) * block_size} tokens{kind}"
+        with self.model.verified():
+            for num_tokens in _WARM_UP_ROWS:
+                dummy = [ScheduledRequest(f"warm-up {row}", (0,), 0, tables, row < 2) for row in range(num_tokens)]
+                self._forward(build_step_inputs(dummy, self.config.block_size), StepKind.WARMUP)
+        scrub_reserved_block(self.static_context, self.config.block_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_engine.compile.graphs.graphed_model import Finish
+from compiled_engine.compile.graphs.graphed_model import GraphTail
 from compiled_engine.compile.graphs.recording import RecordingBackend
 from compiled_engine.compile.launch import Launch
 from compiled_engine.context import StaticForwardContext
@@ -90,11 +90,11 @@ class LogitsSampler:
     def stage(self, batch: SamplingBatch, num_rows: int) -> None:
         """See ``StepSampler``."""
 
-    def finish(self, num_rows: int) -> Finish:
+    def graph_tail(self, num_rows: int) -> GraphTail:
         """See ``StepSampler``."""
         return partial(_copy_logits, self._logits[:num_rows])
 
-    def finished(self, batch: SamplingBatch) -> SampledTokens:
+    def read_results(self, batch: SamplingBatch) -> SampledTokens:
         """See ``StepSampler``."""
         return self.sample(self._logits[: len(batch.num_logprobs)], batch)
 

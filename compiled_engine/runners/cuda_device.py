@@ -9,6 +9,7 @@ import torch
 
 from compiled_engine.compile.graphs.cuda import CudaGraphBackend
 from compiled_engine.compile.store_checks import check_access
+from compiled_engine.compile.store_files import make_folder, make_parents
 from compiled_engine.config import default_kernel_folder
 from compiled_engine.context import StaticForwardContext
 from compiled_engine.errors import ConfigError
@@ -71,7 +72,8 @@ class CudaDevice:
         return tuple(sorted({min(_SHORT_SEQ_LEN, max_model_len), max_model_len}))
 
     def prepare_step(self, num_tokens: int) -> None:
-        """See ``Device``."""
+        """See ``Device``. Which device is current is a matter of each thread, and Triton launches on that one."""
+        torch.cuda.set_device(self.torch_device)
 
     def free_memory(self) -> int:
         """See ``Device``. What the process may take in all, less what is in use on the GPU."""
@@ -100,8 +102,9 @@ def _use_stored_kernels() -> None:
     from compiled_engine.ops.triton.kernel_cache import use_kernel_cache
 
     folder = default_kernel_folder() / "triton"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_parents(folder.parent.parent)
     for part in (folder.parent.parent, folder.parent, folder):
+        make_folder(part)
         check_access(part, part.lstat())
     use_kernel_cache(folder)
 

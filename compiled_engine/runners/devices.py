@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from compiled_engine.compile.graphs.backend import GraphBackend
-from compiled_engine.compile.graphs.graphed_model import Finish
+from compiled_engine.compile.graphs.graphed_model import GraphTail
 from compiled_engine.context import StaticForwardContext
 from compiled_engine.ops.attention import AttentionSpec, PersistentAttentionBackend
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch
@@ -21,23 +21,23 @@ class StepSampler(Protocol):
     """Samples the rows of a step, inside its graph or after it."""
 
     def outputs(self, num_rows: int) -> Mapping[str, torch.Tensor]:
-        """Where ``finish`` leaves the results of ``num_rows`` rows, by name."""
+        """Where ``graph_tail`` leaves the results of ``num_rows`` rows, by name."""
         ...
 
     def workspaces(self, num_rows: int) -> Mapping[str, torch.Tensor]:
-        """What ``finish`` reads and uses besides the logits, by name."""
+        """What ``graph_tail`` reads and uses besides the logits, by name."""
         ...
 
     def stage(self, batch: SamplingBatch, num_rows: int) -> None:
-        """Write the parameters of ``batch``, and of padding up to ``num_rows`` rows, where ``finish`` reads them."""
+        """Write the parameters of ``batch``, and of padding up to ``num_rows`` rows, for ``graph_tail``."""
         ...
 
-    def finish(self, num_rows: int) -> Finish:
+    def graph_tail(self, num_rows: int) -> GraphTail:
         """The end of a graph of ``num_rows`` rows of logits."""
         ...
 
-    def finished(self, batch: SamplingBatch) -> SampledTokens:
-        """The tokens of ``batch`` after a graph that ends with ``finish`` was replayed. Raises ``LogitsError``."""
+    def read_results(self, batch: SamplingBatch) -> SampledTokens:
+        """The tokens of ``batch`` after a graph that ends with ``graph_tail`` was replayed. Raises ``LogitsError``."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -67,7 +67,7 @@ class Device(Protocol):
         ...
 
     def prepare_step(self, num_tokens: int) -> None:
-        """Called before every step."""
+        """Called before every step is staged."""
         ...
 
     def free_memory(self) -> int:

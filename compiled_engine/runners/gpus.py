@@ -21,3 +21,14 @@ def find_gpu(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPU(s): {way_out}")
     return torch.device("cuda", index)
+
+
+def check_toolkit() -> None:
+    """Raise ``ConfigError`` where ahead-of-time compiling for a GPU cannot work: it needs NVIDIA's compiler."""
+    from torch.utils import cpp_extension
+
+    if torch.version.cuda is not None and cpp_extension.CUDA_HOME is None:
+        raise ConfigError(
+            "piece_compiler is 'aoti', which compiles for a GPU with the CUDA toolkit, and neither nvcc nor $CUDA_HOME "
+            "is there: install the toolkit, use piece_compiler='inductor', or run from precompiled graphs"
+        )

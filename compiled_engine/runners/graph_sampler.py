@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from compiled_engine.compile.graphs.graphed_model import Finish
+from compiled_engine.compile.graphs.graphed_model import GraphTail
 from compiled_engine.compile.launch import Launch
-from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, no_choice_error, sample
+from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, logprobs_of, no_choice_error, sample
 from compiled_engine.ops.triton.sampling import SamplingBuffers, TritonSampler
 from compiled_engine.runners.step_buffers import PersistentTensor
 
@@ -28,8 +28,7 @@ _PADDING: Mapping[str, tuple[torch.dtype, float]] = {
 class GraphSampler:
     """A ``StepSampler`` whose graphs end with token ids; their logits stay for what is not done in a graph.
 
-    That is log-probabilities and forbidden tokens, which only some requests ask for: such steps are sampled from the
-    logits by ``ops.sampling.sample``.
+    That is log-probabilities, and rows with forbidden tokens, which ``ops.sampling.sample`` samples from the logits.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,27 +60,22 @@ class GraphSampler:
         for name, buffer in self._parameters.items():
             buffer.write(getattr(batch, name).numpy(), num_rows, _PADDING[name][1])
 
-    def finish(self, num_rows: int) -> Finish:
+    def graph_tail(self, num_rows: int) -> GraphTail:
         """See ``StepSampler``."""
-        return partial(self._finish, num_rows)
+        return partial(self._tail, num_rows)
 
-    def finished(self, batch: SamplingBatch) -> SampledTokens:
+    def read_results(self, batch: SamplingBatch) -> SampledTokens:
         """See ``StepSampler``."""
-        num_rows = len(batch.num_logprobs)
-        if _needs_logits(batch):
-            return sample(self._logits[:num_rows], batch)
-        return self._fetch(num_rows)
+        return self._results(self._logits[: len(batch.num_logprobs)], batch)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         """See ``StepSampler``."""
-        if _needs_logits(batch):
-            return sample(logits, batch)
-        num_rows = len(logits)
-        self.stage(batch, num_rows)
-        self._launch(logits.contiguous())
-        return self._fetch(num_rows)
+        logits = logits.contiguous()
+        self.stage(batch, len(logits))
+        self._launch(logits)
+        return self._results(logits, batch)
 
-    def _finish(self, num_rows: int, logits: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
+    def _tail(self, num_rows: int, logits: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
         kept = self._logits[:num_rows]
         launch("copy of the logits", partial(_copy, kept, logits))
         launch("sampling", partial(self._launch, kept))
@@ -92,8 +86,23 @@ class GraphSampler:
         parameters = SamplingBuffers(**{name: buffer.tensor[:num_rows] for name, buffer in self._parameters.items()})
         self._kernel.launch(logits, parameters, self._token_ids[:num_rows], self._maxima[:num_rows])
 
-    def _fetch(self, num_rows: int) -> SampledTokens:
-        """The sampled tokens, once the device has them."""
+    def _results(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """What the kernel has sampled from ``logits``, and what it does not do. Each row is computed in a way that the
+        row alone decides on, so that none depends on its company."""
+        num_rows = len(logits)
+        token_ids = self._fetch(num_rows)
+        forbidding = [row for row, ids in enumerate(batch.forbidden_token_ids) if ids]
+        if forbidding:
+            again = sample(logits[torch.tensor(forbidding, device=logits.device)], batch.take(forbidding))
+            for row, token_id in zip(forbidding, again.token_ids, strict=True):
+                token_ids[row] = token_id
+        logprobs: tuple[dict[int, float] | None, ...] = (None,) * num_rows
+        if any(count >= 0 for count in batch.num_logprobs):
+            logprobs = logprobs_of(logits, torch.tensor(token_ids, device=logits.device), batch.num_logprobs)
+        return SampledTokens(tuple(token_ids), logprobs)
+
+    def _fetch(self, num_rows: int) -> list[int]:
+        """The kernel's tokens, once the device has them. Raises ``LogitsError``."""
         self._host_token_ids[:num_rows].copy_(self._token_ids[:num_rows], non_blocking=True)
         self._host_maxima[:num_rows].copy_(self._maxima[:num_rows], non_blocking=True)
         if self._fetched is not None:
@@ -102,11 +111,7 @@ class GraphSampler:
         for row, maximum in enumerate(self._host_maxima[:num_rows].tolist()):
             if not math.isfinite(maximum):
                 raise no_choice_error(row, maximum)
-        return SampledTokens(tuple(self._host_token_ids[:num_rows].tolist()), (None,) * num_rows)
-
-
-def _needs_logits(batch: SamplingBatch) -> bool:
-    return any(count >= 0 for count in batch.num_logprobs) or any(batch.forbidden_token_ids)
+        return self._host_token_ids[:num_rows].tolist()
 
 
 def _copy(to: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,13 +1,43 @@
-"""Weights for a plan out of a checkpoint, and what a model definition computed itself."""
+"""A plan with its weights, out of a checkpoint and of what a model definition computed itself."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
-from compiled_engine.models import Checkpoint
+from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.model import CompiledModel
+from compiled_engine.compile.weights import materialize, num_weight_bytes
+from compiled_engine.config import EngineConfig
+from compiled_engine.context import StaticForwardContext
+from compiled_engine.models import Checkpoint, ModelFiles
 from compiled_engine.ops.quantized_rows import QuantizedRows
+from compiled_engine.runners.precompile import RunnableGraphs
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    config: EngineConfig,
+    graphs: RunnableGraphs,
+    files: ModelFiles,
+    static_context: StaticForwardContext,
+    ledger: Ledger,
+    device: torch.device | None = None,
+) -> CompiledModel:
+    """Make the weights by the plan's recipes, on ``device`` (None: the CPU), and what runs the plan with them.
+
+    ``static_context`` has the plan's attention layers. Raises ``WeightsError`` and ``PlanError``.
+    """
+    with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
+        logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
+        source = CheckpointWeights(graphs.weight_names, graphs.constants, checkpoint)
+        head_weights = {name.removeprefix("weight:") for name in graphs.plan.head.inputs}
+        weights = materialize(graphs.plan.weights, source, config.quantization, head_weights, device)
+        phase.num_bytes = num_weight_bytes(graphs.plan.weights, weights)
+    return CompiledModel(graphs.plan, graphs.pieces, weights, static_context)
 
 
 class CheckpointWeights:

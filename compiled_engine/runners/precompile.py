@@ -22,7 +22,7 @@ from compiled_engine.config import EngineConfig, default_store_root
 from compiled_engine.errors import NotPrecompiledError, StoreWriteError
 from compiled_engine.models import ModelFiles, build_definition, model_components, resolve_dtype
 from compiled_engine.ops.cpu.build import load_kernels
-from compiled_engine.runners.gpus import find_gpu
+from compiled_engine.runners.gpus import check_toolkit, find_gpu
 
 if TYPE_CHECKING:
     from compiled_engine.compile.pipeline import PlannedGraph, Progress
@@ -138,7 +138,10 @@ def _compile(
     missing = {name: piece for name, piece in planned.pieces.items() if name not in known}
     with ledger.phase("compile") as phase:
         phase.note = f"{len(missing)} of {len(planned.pieces)} pieces"
-        workers = None if config.device_type == "cpu" else 0
+        workers = None
+        if config.device_type != "cpu":
+            check_toolkit()
+            workers = 0
         packages = known | compile_packages(missing, folder, progress, ledger, workers)
     count_compiled(missing, planned, counters)
     return StoredModel(

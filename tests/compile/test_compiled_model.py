@@ -89,10 +89,10 @@ def prompt(running: Running) -> torch.Tensor:
 def test_checking_finds_nothing_in_a_sound_model(small: Small) -> None:
     running = small.running()
     expected = prompt(running)
-    running.model.verify(True)
-    for length in (2, 3, 6):
-        running.run([chunk(0, TOKENS, 0, length)])
-    assert torch.equal(prompt(running), expected)
+    with running.model.verified():
+        for length in (2, 3, 6):
+            running.run([chunk(0, TOKENS, 0, length)])
+        assert torch.equal(prompt(running), expected)
 
 
 def transposed(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,11 +129,9 @@ def test_checking_catches_what_a_piece_gives(
     honest = small.pieces[key]
     pieces = small.pieces | {key: lambda arguments: damage(honest(arguments))}
     running = Running(small.planned, pieces, ModuleWeights(small.module))
-    running.model.verify(True)
-    with pytest.raises(PlanError, match=key[:12]):
+    with running.model.verified(), pytest.raises(PlanError, match=key[:12]):
         prompt(running)
     if damage is transposed:
-        running.model.verify(False)
         prompt(running)  # right values: an eager piece does not mind, a compiled one would
 
 
@@ -155,8 +153,7 @@ def test_checking_catches_what_a_piece_is_given_before_it_runs(
     key = small.planned.plan.steps[0].piece  # type: ignore[union-attr]
     pieces = small.pieces | {key: ran.append}
     running = Running(small.planned, pieces, ModuleWeights(small.module))  # type: ignore[arg-type]
-    running.model.verify(True)
-    with pytest.raises(PlanError, match=r"input [01] of piece"):
+    with running.model.verified(), pytest.raises(PlanError, match=r"input [01] of piece"):
         running.model.hidden_states(input_ids, positions)
     assert not ran
 

@@ -18,7 +18,14 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.context import bind_kv_cache, token_slots, unbind_kv_cache
 from compiled_engine.engine.core import make_sampling_batch
 from compiled_engine.engine.sampling_params import SamplingParams
-from compiled_engine.errors import ConfigError, ContextStateError, GraphOutputKept, RequestError, StaleGraph
+from compiled_engine.errors import (
+    CompiledAfterWarmup,
+    ConfigError,
+    ContextStateError,
+    GraphOutputKept,
+    RequestError,
+    StaleGraph,
+)
 from compiled_engine.models import find_model
 from compiled_engine.runners import create_runner
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest
@@ -120,15 +127,13 @@ def runner(folders: Callable[[str], Path]) -> Iterator[GpuRunner]:
 
 @pytest.fixture(scope="module")
 def sound_runner(folders: Callable[[str], Path]) -> Iterator[GpuRunner]:
-    """One that all tests leave as it is."""
+    """One on which tests run steps and change nothing else."""
     runner = new_runner(folders("llama"))
+    for layer in runner.static_context.values():
+        left = token_slots(layer.kv_cache)[: SETTINGS["block_size"]]
+        assert not left.any(), "the warm-up leaves nothing in the reserved block"
     yield runner
     runner.close()
-
-
-def test_warm_up_leaves_nothing_in_the_reserved_block(sound_runner: GpuRunner) -> None:
-    for layer in sound_runner.static_context.values():
-        assert not token_slots(layer.kv_cache)[: SETTINGS["block_size"]].any()
 
 
 def test_steps_use_the_graphs_that_were_captured(sound_runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +177,11 @@ def rebind(runner: GpuRunner) -> str:
     return rf"KV cache of layer '{name}' was at .*changed last by .*test_gpu_runner\.py:\d+ in rebind"
 
 
+def move_output(runner: GpuRunner) -> str:
+    runner.sampler._logits = runner.sampler._logits.clone()
+    return "the output 'logits' was at"
+
+
 def move_input(runner: GpuRunner) -> str:
     runner.buffers.positions.tensor = runner.buffers.positions.tensor.clone()
     return "the input 'positions' was at"
@@ -189,7 +199,7 @@ def stale_metadata(runner: GpuRunner) -> str:
     return "the metadata 'block_table of group 0' was at"
 
 
-@pytest.mark.parametrize("fault", [rebind, move_input, replace_weight, stale_metadata])
+@pytest.mark.parametrize("fault", [rebind, move_input, move_output, replace_weight, stale_metadata])
 def test_a_planted_fault_is_named_at_the_first_replay(runner: GpuRunner, fault: Callable[[GpuRunner], str]) -> None:
     message = fault(runner)
     engine = engine_of(runner)
@@ -255,6 +265,41 @@ def test_a_step_may_hold_more_tokens_than_all_requests_together(folders: Callabl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_limits_below_each_other_work(mode: str, folders: Callable[[str], Path]) -> None:
+    """A largest graph below max_num_seqs, and fewer tokens in a step than in the warm-up."""
+    small: dict[str, Any] = {"graph_sizes": (1, 2), "max_graph_size": 3, "max_num_batched_tokens": 4}
+    runner = new_runner(folders("llama"), mode, **small)
+    keys = runner.dispatcher.keys()
+    assert {key.num_padded_tokens for key in keys} == {1, 2, 3}
+    assert len(write(engine_of(runner), make_prompts(6))) == 6
+    runner.close()
+
+
+def test_after_the_start_nothing_may_be_captured(sound_runner: GpuRunner) -> None:
+    keys = sound_runner.dispatcher.keys()
+    full = [key for key in keys if key.kind is GraphKind.FULL]
+    with pytest.raises(CompiledAfterWarmup, match="capture of graph full decode 7 requests"), torch.inference_mode():
+        sound_runner._capture(full[:1])
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_keeps_no_cache(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(runner: GpuRunner) -> None:
+        caches.extend(weakref.ref(layer.kv_cache) for layer in runner.static_context.values())
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(GpuRunner, "_warm_up", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        new_runner(folders("llama"))
+    gc.collect()
+    assert caches
+    assert not [cache for cache in caches if cache() is not None]
+
+
+@pytest.mark.slow
 def test_create_runner_chooses_by_device_and_mode(folders: Callable[[str], Path]) -> None:
     files = find_model(str(folders("llama")))
     small: dict[str, Any] = {**SETTINGS, "graph_sizes": None, "max_graph_size": None}
@@ -276,11 +321,14 @@ def test_without_a_gpu_there_is_one_clear_error(device: str, folders: Callable[[
 def test_close_frees_caches_and_graphs(folders: Callable[[str], Path]) -> None:
     runner = new_runner(folders("llama"))
     write(engine_of(runner), [[5, 6]])
-    caches = [weakref.ref(layer.kv_cache) for layer in runner.static_context.values()]
+    kept = [layer.kv_cache for layer in runner.static_context.values()]
+    kept += [*runner.graphed.model.weights.values(), runner.sampler._logits, runner.buffers.positions.tensor]
+    alive = [weakref.ref(tensor) for tensor in kept]
+    del kept
     runner.close()
     runner.close()
     gc.collect()
-    assert [cache() for cache in caches] == [None] * len(caches)
+    assert [tensor() for tensor in alive] == [None] * len(alive)
     with pytest.raises(ContextStateError, match="closed"):
         write(engine_of(runner), [[5, 6]])
 

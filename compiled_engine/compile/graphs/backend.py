@@ -6,7 +6,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +14,7 @@ from compiled_engine.compile.graphs.bindings import Binding, Tensors, bindings_o
 from compiled_engine.compile.graphs.keys import GraphKey
 from compiled_engine.compile.launch import Launch
 from compiled_engine.context import StaticForwardContext
-from compiled_engine.errors import CaptureError, GraphOutputKept
+from compiled_engine.errors import CaptureError, CompiledAfterWarmup, GraphOutputKept
 
 CapturedWork = Callable[[Launch], Sequence[torch.Tensor]]
 """Work that runs everything through the launch it is given, and returns its outputs."""
@@ -63,12 +63,6 @@ class _Kept:
     verified_epoch: int | None = None
 
 
-@dataclass
-class _HandedOut:
-    part: GraphPart
-    tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-
-
 class GraphBackend(ABC):
     """Captures work by part and replays it, after checking that everything the graph uses is where it was.
 
@@ -80,13 +74,17 @@ class GraphBackend(ABC):
     def __init__(self, static_context: StaticForwardContext) -> None:
         self._static_context = static_context
         self._graphs: dict[GraphPart, _Kept] = {}
-        self._handed_out: _HandedOut | None = None
+        self._handed_out: list[tuple[GraphPart, int, weakref.ref[torch.Tensor]]] = []
+        self._sealed = False
 
     def capture_one(self, part: GraphPart, work: CapturedWork, tensors: Tensors) -> GraphRecord:
         """Capture ``work``, which uses ``tensors`` and nothing else that lives longer than itself.
 
-        Raises ``CaptureError`` naming the launch that cannot be captured, and for a part that is captured already.
+        Raises ``CaptureError`` naming the launch that cannot be captured, and for a part that is captured already;
+        ``CompiledAfterWarmup`` once the backend is sealed.
         """
+        if self._sealed:
+            raise CompiledAfterWarmup(f"capture of graph {part}")
         if part in self._graphs:
             raise CaptureError(f"graph {part} is captured already")
         begin = time.perf_counter()
@@ -120,10 +118,26 @@ class GraphBackend(ABC):
         self._replay(kept.captured.graph)
 
     def outputs(self, part: GraphPart) -> tuple[torch.Tensor, ...]:
-        """The outputs of the last replay of ``part``: views, to be dropped before the next replay."""
-        views = tuple(output.view(output.shape) for output in self._kept(part).captured.outputs)
-        self._handed_out = _HandedOut(part, [weakref.ref(view) for view in views])
+        """The outputs of the last replay of ``part``: see ``hand_out``."""
+        return self.hand_out(part, self._kept(part).captured.outputs)
+
+    def hand_out(self, part: GraphPart, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Views of ``tensors``, which replays overwrite; to be dropped before the next replay.
+
+        What is held is told by the views themselves: a slice of one, kept without it, is not seen.
+        """
+        views = tuple(tensor.view(tensor.shape) for tensor in tensors)
+        self._handed_out += [(part, index, weakref.ref(view)) for index, view in enumerate(views)]
         return views
+
+    def seal(self) -> None:
+        """From now on nothing may be captured."""
+        self._sealed = True
+
+    def forget(self, key: GraphKey) -> None:
+        """Drop the graphs of ``key``, as far as there are any."""
+        for part in [part for part in self._graphs if part.key == key]:
+            del self._graphs[part]
 
     @property
     def records(self) -> tuple[GraphRecord, ...]:
@@ -133,7 +147,7 @@ class GraphBackend(ABC):
     def cleanup(self) -> None:
         """Forget every graph and free its memory."""
         self._graphs.clear()
-        self._handed_out = None
+        self._handed_out.clear()
 
     @abstractmethod
     def _capture(self, part: GraphPart, work: CapturedWork) -> Captured:
@@ -149,12 +163,10 @@ class GraphBackend(ABC):
         return self._graphs[part]
 
     def _check_dropped(self) -> None:
-        if self._handed_out is None:
-            return
-        kept = [index for index, tensor in enumerate(self._handed_out.tensors) if tensor() is not None]
-        if kept:
-            raise GraphOutputKept(
-                f"output {kept[0]} of graph {self._handed_out.part} is still held, and this replay overwrites it: "
-                "clone what is to outlive a step"
-            )
-        self._handed_out = None
+        for part, index, tensor in self._handed_out:
+            if tensor() is not None:
+                raise GraphOutputKept(
+                    f"output {index} of graph {part} is still held, and this replay overwrites it: clone what is to "
+                    "outlive a step"
+                )
+        self._handed_out.clear()

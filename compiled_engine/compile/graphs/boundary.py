@@ -59,11 +59,6 @@ class BoundaryBuffers:
         """Part ``index`` has run: what only it still read may be used again by what follows."""
         self._free += self._in_use.pop(index, [])
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All buffers, by a name of their own."""
-        unique = {buffer.data_ptr(): buffer for buffer in self._buffers.values()}
-        return {f"boundary {index}": buffer for index, buffer in enumerate(unique.values())}
-
     def _take(self, extent: int, like: torch.Tensor) -> torch.Tensor:
         for index, buffer in enumerate(self._free):
             if buffer.dtype == like.dtype and len(buffer) == extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,9 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from compiled_engine.compile.graphs.backend import Captured, CapturedWork, GraphBackend, GraphPart
-from compiled_engine.compile.launch import Work
+from compiled_engine.compile.launch import Launch, Work
 from compiled_engine.context import StaticForwardContext
-from compiled_engine.errors import CaptureError, OutOfMemoryError
+from compiled_engine.errors import CaptureError, CompiledEngineError, OutOfMemoryError
 
 
 class CudaGraphBackend(GraphBackend):
@@ -47,24 +48,41 @@ class CudaGraphBackend(GraphBackend):
         free_before = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         try:
-            with (
-                _collector_held(),
-                # Other threads may go on using the device: their calls are no part of this capture.
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                outputs = tuple(work(launch))
+            with _collector_held(), torch.cuda.stream(self._stream):
+                outputs = self._record(graph, work, launch)
         except torch.cuda.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"graph {part} does not fit into the GPU's memory, at {_last(names)}: capture fewer or smaller graphs "
-                f"(max_graph_size, graph_sizes, max_num_seqs) or graph_mode='none' ({error})"
-            ) from error
-        except RuntimeError as error:
+            raise self._no_memory(part, names, error) from error
+        except CompiledEngineError:
+            raise
+        except Exception as error:
+            if "out of memory" in str(error):
+                raise self._no_memory(part, names, error) from error
             raise CaptureError(
                 f"graph {part} cannot be captured: {_last(names)} failed at {_innermost(error)}: {error}"
             ) from error
         torch.cuda.synchronize(self._device)
         taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
         return Captured(graph, outputs, tuple(names), taken)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: CapturedWork, launch: Launch) -> tuple[torch.Tensor, ...]:
+        # Not ``with torch.cuda.graph``: after work that failed, the end of the capture fails too, and that error would
+        # hide the first. Other threads may go on using the device: their calls are no part of this capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = tuple(work(launch))
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return outputs
+
+    @staticmethod
+    def _no_memory(part: GraphPart, names: Sequence[str], error: Exception) -> OutOfMemoryError:
+        return OutOfMemoryError(
+            f"graph {part} does not fit into the GPU's memory, at {_last(names)}: capture fewer or smaller graphs "
+            f"(max_graph_size, graph_sizes, max_num_seqs) or graph_mode='none' ({error})"
+        )
 
     def _replay(self, graph: object) -> None:
         graph.replay()  # type: ignore[attr-defined]

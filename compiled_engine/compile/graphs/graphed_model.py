@@ -17,7 +17,7 @@ from compiled_engine.compile.model import CompiledModel, Instruction, Values
 from compiled_engine.context import ForwardContext, StepKind, set_forward_context
 from compiled_engine.errors import CaptureError
 
-Finish = Callable[[torch.Tensor, Launch], Sequence[torch.Tensor]]
+GraphTail = Callable[[torch.Tensor, Launch], Sequence[torch.Tensor]]
 """Turns logits [num_rows, vocab_size] into a full graph's outputs, in tensors that stay where they are."""
 
 
@@ -48,29 +48,29 @@ class GraphedModel:
         # Of piecewise keys: the tensors that stay from part to part and from replay to replay.
         self._values: dict[GraphKey, Values] = {}
 
-    def capture(self, key: GraphKey, step: StepTensors, context: ForwardContext, finish: Finish) -> list[GraphRecord]:
+    def capture(self, key: GraphKey, step: StepTensors, context: ForwardContext, tail: GraphTail) -> list[GraphRecord]:
         """Capture the graph or graphs of ``key``, after one run that is thrown away.
 
-        ``step`` and ``context`` describe a step of padding. ``finish`` ends a full graph. Raises ``CaptureError``.
+        ``step`` and ``context`` describe a step of padding. ``tail`` ends a full graph. Raises ``CaptureError``.
         """
         if key.kind is GraphKind.FULL:
             with set_forward_context(replace(context, step_kind=StepKind.WARMUP)):
-                self._whole(step, finish, launch_now)
+                self._whole(step, tail, launch_now)
             with set_forward_context(replace(context, step_kind=StepKind.CAPTURE, graph_key=key)):
                 tensors = self._tensors(key, step)
-                return [self.backend.capture_one(GraphPart(key), partial(self._whole, step, finish), tensors)]
+                return [self.backend.capture_one(GraphPart(key), partial(self._whole, step, tail), tensors)]
         if key in self._values:
             raise CaptureError(f"graph {key} is captured already")
         with set_forward_context(replace(context, step_kind=StepKind.WARMUP)):
             self.model.hidden_states(step.input_ids, step.positions)
-        return self._capture_parts(key, step, context)
-
-    def can_run(self, key: GraphKey) -> bool:
-        """Whether ``key`` has been captured."""
-        return self.backend.can_run(GraphPart(key)) or key in self._values
+        try:
+            return self._capture_parts(key, step, context)
+        except BaseException:
+            self.backend.forget(key)
+            raise
 
     def replay_full(self, key: GraphKey, step: StepTensors) -> tuple[torch.Tensor, ...]:
-        """Replay a full graph: the outputs that its ``finish`` left, to be dropped before the next replay."""
+        """Replay a full graph: the outputs that its tail left, to be dropped before the next replay."""
         self.backend.replay(GraphPart(key), partial(self._tensors, key, step))
         return self.backend.outputs(GraphPart(key))
 
@@ -85,28 +85,33 @@ class GraphedModel:
                 self.backend.replay(GraphPart(key, index), partial(self._tensors, key, step))
             else:
                 instructions[0].run(values, launch_now)
-        return self.model.hidden_of(values)
+        last = GraphPart(key, len(self._parts) - 1)
+        return self.backend.hand_out(last, (self.model.hidden_of(values),))[0]
 
     def cleanup(self) -> None:
         """Forget every graph and free its memory."""
-        self.backend.cleanup()
+        # First what is kept of the graphs' own memory, which the backend then gives back.
         self._values.clear()
         self._boundary = BoundaryBuffers(last_readers(self._parts, (self.model.hidden_place,)))
+        self.backend.cleanup()
 
-    def _whole(self, step: StepTensors, finish: Finish, launch: Launch) -> Sequence[torch.Tensor]:
+    def _whole(self, step: StepTensors, tail: GraphTail, launch: Launch) -> Sequence[torch.Tensor]:
         hidden_states = self.model.hidden_states(step.input_ids, step.positions, launch)
-        return finish(self.model.logits(hidden_states, step.logits_indices, launch), launch)
+        return tail(self.model.logits(hidden_states, step.logits_indices, launch), launch)
 
     def _capture_parts(self, key: GraphKey, step: StepTensors, context: ForwardContext) -> list[GraphRecord]:
         records: list[GraphRecord] = []
         values = self.model.initial_values(step.input_ids, step.positions)
         pieces = replace(context, step_kind=StepKind.CAPTURE, graph_key=key, captures_attention=False)
         between = replace(context, step_kind=StepKind.WARMUP)
+        # The parts of a key are replayed one after another: what the first has verified holds for all.
+        tensors: Tensors = self._tensors(key, step)
         for index, instructions in enumerate(self._parts):
             if instructions[0].layer is None:
                 with set_forward_context(pieces):
                     work = partial(self._stretch, instructions, values)
-                    records.append(self.backend.capture_one(GraphPart(key, index), work, self._tensors(key, step)))
+                    records.append(self.backend.capture_one(GraphPart(key, index), work, tensors))
+                tensors = {}
             else:
                 self._place_output(instructions[0], values)
                 with set_forward_context(between):

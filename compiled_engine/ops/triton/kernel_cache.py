@@ -30,5 +30,11 @@ def use_kernel_cache(folder: Path) -> None:
 
     Call it before the first launch. ``folder`` holds code that will run: it must be as trusted as the program.
     """
-    triton.knobs.cache.dir = str(folder)
-    triton.knobs.cache.manager_class = MovableCache
+    before = triton.knobs.propagate_env
+    # Else it would go into the environment, where torch's compiler and its processes would take it up.
+    triton.knobs.propagate_env = False
+    try:
+        triton.knobs.cache.dir = str(folder)
+        triton.knobs.cache.manager_class = MovableCache
+    finally:
+        triton.knobs.propagate_env = before

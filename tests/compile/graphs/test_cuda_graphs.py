@@ -24,10 +24,19 @@ PART = GraphPart(GraphKey(GraphKind.FULL, 4, 4, 1, 64, 1))
 
 
 class FakeGraph:
-    """As much of ``torch.cuda.CUDAGraph`` as is called."""
+    """As much of ``torch.cuda.CUDAGraph`` as is called. Like it, it cannot end a capture that has failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
         self.replays = 0
+
+    def capture_begin(self, **options: Any) -> None:
+        self._cuda.captures.append({**options, "stream": self._cuda.current_stream, "gc": gc.isenabled()})
+
+    def capture_end(self) -> None:
+        if self._cuda.invalidated:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._cuda.free -= 700
 
     def replay(self) -> None:
         self.replays += 1
@@ -41,27 +50,31 @@ class FakeCuda:
         self.graphs: list[FakeGraph] = []
         self.free = 10_000
         self.pools = 0
+        self.invalidated = False
+        self.current_stream = "default stream"
         patch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
         patch.setattr(torch.cuda, "graph_pool_handle", self.pool)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 20_000))
         patch.setattr(torch.cuda, "CUDAGraph", self.graph)
-        patch.setattr(torch.cuda, "graph", self.capture)
+        patch.setattr(torch.cuda, "stream", self.stream)
 
     def pool(self) -> int:
         self.pools += 1
         return self.pools
 
     def graph(self) -> FakeGraph:
-        self.graphs.append(FakeGraph())
+        self.graphs.append(FakeGraph(self))
         return self.graphs[-1]
 
     @contextmanager
-    def capture(self, graph: FakeGraph, **options: Any) -> Iterator[None]:
-        self.captures.append({**options, "gc": gc.isenabled()})
-        yield
-        self.free -= 700
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current_stream = self.current_stream, stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
 
 
 @pytest.fixture
@@ -104,7 +117,8 @@ def not_permitted() -> Sequence[torch.Tensor]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_a_failure_names_the_launch_and_the_line(backend: CudaGraphBackend) -> None:
+def test_a_failure_names_the_launch_and_the_line(cuda: FakeCuda, backend: CudaGraphBackend) -> None:
+    cuda.invalidated = True
     message = (
         r"graph full decode 4 requests.*attention of layer 'layers\.7' failed at .*test_cuda_graphs\.py:\d+ in "
         r"not_permitted: operation not permitted"
@@ -112,10 +126,13 @@ def test_a_failure_names_the_launch_and_the_line(backend: CudaGraphBackend) -> N
     with pytest.raises(CaptureError, match=message):
         backend.capture_one(PART, fail, {})
     assert gc.isenabled()
+    assert cuda.current_stream == "default stream"
     assert not backend.can_run(PART)
 
 
-def test_memory_that_is_short_names_the_settings(backend: CudaGraphBackend) -> None:
+def test_memory_that_is_short_names_the_settings(cuda: FakeCuda, backend: CudaGraphBackend) -> None:
+    cuda.invalidated = True
+
     def out_of_memory(launch: Launch) -> Sequence[torch.Tensor]:
         return launch("piece one", lambda: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError("CUDA out of memory")))
 

@@ -73,3 +73,21 @@ def test_triton_in_graphs_writes_what_the_cpu_writes(runner: GpuRunner, folder: 
     assert full.launches[-1] == "sampling"
     names = {binding.name for binding in full.bindings if binding.role is Role.WORKSPACE}
     assert {"temperature", "seeds", "sampling_candidates", "results", "maxima", "totals"} <= names
+
+
+@pytest.mark.slow
+def test_what_a_neighbour_asks_for_changes_no_token(runner: GpuRunner) -> None:
+    """Log-probabilities and forbidden tokens are computed elsewhere, and only for the rows that ask for them."""
+    plain = SamplingParams(temperature=0.8, seed=5, max_tokens=3, ignore_eos=True)
+    asking = SamplingParams(temperature=0.8, seed=5, logprobs=2, max_tokens=3, min_tokens=3, stop_token_ids=[9])
+    engine = engine_of(runner)
+    alone = write(engine, PROMPTS[:1], plain)[0]
+    ids = [engine.add_request(PROMPTS[0], plain), engine.add_request(PROMPTS[1], asking)]
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+    assert tuple(outputs[ids[0]].token_ids) == alone
+    assert 9 not in outputs[ids[1]].token_ids
+    for token, logprobs in zip(outputs[ids[1]].token_ids, outputs[ids[1]].logprobs, strict=True):
+        assert token in logprobs
+        assert len(logprobs) in (2, 3)
