@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# There are dozens of captures, and each takes a fraction of a second.
+_CAPTURES_PER_MESSAGE = 10
+
 
 class GpuRunner(Runner):
     """One model on a device with captured graphs. Holds no list of caches: attention layers own them.
@@ -217,7 +220,8 @@ class GpuRunner(Runner):
         records: list[GraphRecord] = []
         nothing = empty_step_inputs(len(self.static_context.groups))
         for index, key in enumerate(keys):
-            self._progress("capturing graphs", index, len(keys))
+            if index % _CAPTURES_PER_MESSAGE == 0:
+                self._progress("capturing graphs", index, len(keys))
             self.device.prepare_step(key.num_padded_tokens)
             staged = self.buffers.stage(nothing, _padding_of(key))
             launch = AttentionLaunch(
