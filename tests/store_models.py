@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,5 +103,6 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def all_files(root: Path) -> list[Path]:
-    """Files of a store that readers read, in order."""
-    return sorted(path for folder in ("plans", "pieces") for path in (root / folder).rglob("*") if path.is_file())
+    """Files of a store that readers read, in order. Folders may go away meanwhile, which rglob does not take."""
+    walks = (step for folder in ("plans", "pieces") for step in os.walk(root / folder))
+    return sorted(path for parent, _, names in walks for name in names if (path := Path(parent, name)).is_file())
