@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ def transformers_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session", params=["eager", "inductor", pytest.param("aoti", marks=pytest.mark.slow)])
-def llama(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Running:
+def llama(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Iterator[Running]:
     running = tiny_llama.running(request.param)
-    running.model.verify(True)
-    return running
+    with running.model.verified():
+        yield running
 
 
 def tokens_of(row: int, length: int) -> list[int]:

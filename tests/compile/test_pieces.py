@@ -35,8 +35,7 @@ def test_one_compilation_serves_every_number_of_tokens_and_rows(small: Small, co
     with counters.expect(pieces_compiled=3, heads_compiled=1, pieces=0, captures=0):
         pieces = compiled(small.planned, compiler, counters)
     running = Running(small.planned, pieces, ModuleWeights(small.module))
-    running.model.verify(True)
-    with counters.expect(pieces_compiled=0, heads_compiled=0):
+    with running.model.verified(), counters.expect(pieces_compiled=0, heads_compiled=0):
         for lengths in [(1,), (2,), (1, 1, 1), (9, 2), (3, 1, 20, 7)]:
             sequences = [[(7 * row + i) % 23 for i in range(length)] for row, length in enumerate(lengths)]
             expected = torch.stack([small.module.dense_logits(sequence)[-1] for sequence in sequences])
