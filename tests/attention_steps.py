@@ -116,7 +116,7 @@ class Step:
         layer.write_and_attend(self.query, key, value, out, self.cache, self.slots, metadata, self.sinks)
         return out
 
-    def reference(self) -> torch.Tensor:
+    def reference(self, alibi: torch.Tensor | None = None) -> torch.Tensor:
         """What the reference makes of ``cache`` as it is now."""
         return paged_attention(
             self.query,
@@ -129,6 +129,7 @@ class Step:
             self.spec.sliding_window,
             self.spec.soft_cap,
             self.sinks,
+            alibi,
         )
 
     def check(self, path_name: str | None = None) -> None:

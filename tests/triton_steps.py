@@ -10,9 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from attention_steps import Request, Step, decodes, make_step
-from compiled_engine.context import key_cache, value_cache
 from compiled_engine.ops.attention import AttentionLaunch, AttentionSpec
-from compiled_engine.ops.reference import paged_attention
 from compiled_engine.ops.triton.attention import TritonAttention, TritonAttentionMetadata
 
 CPU = torch.device("cpu")
@@ -68,23 +66,6 @@ def run(
     num_rows = len(step.query)
     assert out[num_rows:].isnan().all()
     return out[:num_rows]
-
-
-def reference(step: Step, alibi: torch.Tensor | None) -> torch.Tensor:
-    """What the reference makes of the step's cache as it is now."""
-    return paged_attention(
-        step.query,
-        key_cache(step.cache),
-        value_cache(step.cache),
-        torch.from_numpy(step.block_table),
-        torch.from_numpy(step.seq_lens),
-        torch.from_numpy(step.query_start_loc),
-        step.spec.scale,
-        step.spec.sliding_window,
-        step.spec.soft_cap,
-        step.sinks,
-        alibi,
-    )
 
 
 def with_own_cache(step: Step) -> Step:

@@ -16,3 +16,13 @@ Launch = Callable[[str, Work], Sequence[torch.Tensor]]
 def launch_now(name: str, work: Work) -> Sequence[torch.Tensor]:
     """Run ``work`` and nothing more."""
     return work() or ()
+
+
+def copying(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+    """Work that copies the second tensor of every pair into the first."""
+
+    def copy() -> None:
+        for to, value in pairs:
+            to.copy_(value)
+
+    return copy

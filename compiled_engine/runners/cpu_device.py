@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.compile.graphs.graphed_model import GraphTail
 from compiled_engine.compile.graphs.recording import RecordingBackend
-from compiled_engine.compile.launch import Launch
+from compiled_engine.compile.launch import Launch, copying
 from compiled_engine.context import StaticForwardContext
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.ops.cpu import CpuAttention
@@ -104,9 +104,5 @@ class LogitsSampler:
 
 
 def _copy_logits(to: torch.Tensor, logits: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
-    launch("copy of the logits", partial(_copy, to, logits))
+    launch("copy of the logits", copying([(to, logits)]))
     return (to,)
-
-
-def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
-    to.copy_(value)

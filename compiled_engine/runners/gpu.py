@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,7 @@ class GpuRunner(Runner):
     Constructing it does everything up to being ready: find or compile the graphs of pieces, read the weights, measure
     what a step and the captured graphs take, size, allocate and bind the caches, capture; ``ledger`` notes how long
     each takes. From then on nothing may be captured in a step, and no graph of pieces compiled. Raises
-        ``CaptureError``, ``StoreError`` or ``OutOfMemoryError``.
+    ``ModelError``, ``ConfigError``, ``CaptureError``, ``StoreError`` or ``OutOfMemoryError``.
     """
 
     def __init__(
@@ -132,14 +133,15 @@ class GpuRunner(Runner):
         self._model()
         with self._seal.guard():
             inputs = build_step_inputs(batch.requests, self.config.block_size)
-            key = self.decide(inputs).key
+            shape = shape_of(inputs)
+            key = self.decide(shape).key
             if key is not None and key.kind is GraphKind.FULL:
                 return StepOutput(self._replay_full(key, inputs, batch.sampling))
-            return StepOutput(self._run_with_eager_attention(key, inputs, batch.sampling))
+            return StepOutput(self._run_with_eager_attention(key, inputs, shape, batch.sampling))
 
-    def decide(self, inputs: StepInputs) -> Decision:
+    def decide(self, shape: StepShape) -> Decision:
         """The graph that serves a step, or why none does."""
-        return self.dispatcher.dispatch(_shape_of(inputs))
+        return self.dispatcher.dispatch(shape)
 
     def close(self) -> None:
         """Drop graphs, caches and weights. Idempotent."""
@@ -162,11 +164,11 @@ class GpuRunner(Runner):
         self.device.prepare_step(key.num_padded_tokens)
         staged = self.buffers.stage(inputs, _padding_of(key))
         self.sampler.stage(sampling, key.num_padded_requests)
-        self._model().replay_full(key, self._tensors(staged, key.num_padded_requests))
+        self._model().replay_full(key, partial(self._tensors, staged, key.num_padded_requests))
         return self.sampler.read_results(sampling)
 
     def _run_with_eager_attention(
-        self, key: GraphKey | None, inputs: StepInputs, sampling: SamplingBatch
+        self, key: GraphKey | None, inputs: StepInputs, shape: StepShape, sampling: SamplingBatch
     ) -> SampledTokens:
         """A step whose pieces are replayed between attentions; without a key they run eagerly too."""
         graphed = self._model()
@@ -175,17 +177,16 @@ class GpuRunner(Runner):
             padding = Padding(key.num_padded_tokens, padding.num_requests, padding.num_logits, False)
         self.device.prepare_step(padding.num_tokens)
         staged = self.buffers.stage(inputs, padding)
-        with set_forward_context(self._context(staged, self._launch_of(inputs), StepKind.REAL, inputs.num_tokens)):
+        with set_forward_context(self._context(staged, self._launch_of(shape), StepKind.REAL, inputs.num_tokens)):
             if key is None:
                 hidden_states = graphed.model.hidden_states(staged.input_ids, staged.positions)
             else:
-                hidden_states = graphed.replay_pieces(key, self._tensors(staged, padding.num_logits))
+                hidden_states = graphed.replay_pieces(key, partial(self._tensors, staged, padding.num_logits))
         if padding.num_logits == 0:
             return SampledTokens((), ())
         return self.sampler.sample(graphed.model.logits(hidden_states, staged.logits_indices), sampling)
 
-    def _launch_of(self, inputs: StepInputs) -> AttentionLaunch:
-        shape = _shape_of(inputs)
+    def _launch_of(self, shape: StepShape) -> AttentionLaunch:
         splits = self.attention.num_kv_splits(shape.num_requests, shape.max_seq_len) if shape.is_decode else 1
         return AttentionLaunch(shape.max_query_len, shape.max_seq_len, splits, shape.is_uniform)
 
@@ -287,7 +288,8 @@ class GpuRunner(Runner):
         self.device.prepare_step(inputs.num_tokens)
         staged = self.buffers.stage(inputs, Padding.none(inputs))
         model = self._model().model
-        with set_forward_context(self._context(staged, self._launch_of(inputs), step_kind, inputs.num_tokens)):
+        launch = self._launch_of(shape_of(inputs))
+        with set_forward_context(self._context(staged, launch, step_kind, inputs.num_tokens)):
             hidden_states = model.hidden_states(staged.input_ids, staged.positions)
         return model.logits(hidden_states, staged.logits_indices)
 
@@ -332,7 +334,8 @@ def _padding_of(key: GraphKey) -> Padding:
     return Padding(key.num_padded_tokens, key.num_padded_requests, key.num_padded_requests, uniform)
 
 
-def _shape_of(inputs: StepInputs) -> StepShape:
+def shape_of(inputs: StepInputs) -> StepShape:
+    """The sizes of a step, which decide how it runs."""
     query_lens = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
     longest = int(query_lens.max())
     return StepShape(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from compiled_engine.compile.graphs.graphed_model import GraphTail
-from compiled_engine.compile.launch import Launch
+from compiled_engine.compile.launch import Launch, copying
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, logprobs_of, no_choice_error, sample
 from compiled_engine.ops.triton.sampling import SamplingBuffers, TritonSampler
 from compiled_engine.runners.step_buffers import PersistentTensor
@@ -77,7 +77,7 @@ class GraphSampler:
 
     def _tail(self, num_rows: int, logits: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
         kept = self._logits[:num_rows]
-        launch("copy of the logits", partial(_copy, kept, logits))
+        launch("copy of the logits", copying([(kept, logits)]))
         launch("sampling", partial(self._launch, kept))
         return self._token_ids[:num_rows], self._maxima[:num_rows]
 
@@ -112,7 +112,3 @@ class GraphSampler:
             if not math.isfinite(maximum):
                 raise no_choice_error(row, maximum)
         return self._host_token_ids[:num_rows].tolist()
-
-
-def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
-    to.copy_(value)

@@ -18,7 +18,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.context import CacheLayer, ContextState
 from compiled_engine.errors import ConfigError, ContextStateError, OutOfMemoryError, RequestError
 from compiled_engine.models import find_model
-from compiled_engine.ops.sampling import SamplingBatch
+from compiled_engine.ops.sampling import greedy_batch
 from compiled_engine.runners import create_runner
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest
 from compiled_engine.runners.cpu import CpuRunner
@@ -58,21 +58,8 @@ def runner(folder: Path) -> Iterator[CpuRunner]:
     runner.close()
 
 
-def greedy(rows: int) -> SamplingBatch:
-    return SamplingBatch(
-        temperature=torch.zeros(rows),
-        top_k=torch.zeros(rows, dtype=torch.int64),
-        top_p=torch.ones(rows),
-        min_p=torch.zeros(rows),
-        seeds=torch.zeros(rows, dtype=torch.int64),
-        positions=torch.zeros(rows, dtype=torch.int64),
-        forbidden_token_ids=((),) * rows,
-        num_logprobs=(-1,) * rows,
-    )
-
-
 def batch(*requests: ScheduledRequest) -> ScheduledBatch:
-    return ScheduledBatch(requests, greedy(sum(request.samples for request in requests)))
+    return ScheduledBatch(requests, greedy_batch(sum(request.samples for request in requests)))
 
 
 def part(row: int, tokens: Sequence[int], first: int, last: int, samples: bool = True) -> ScheduledRequest:

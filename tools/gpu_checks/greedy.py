@@ -14,7 +14,7 @@ from compiled_engine.compile.graphs.keys import GraphMode
 from compiled_engine.engine.core import Engine
 from compiled_engine.runners.base import Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
-from compiled_engine.runners.gpu import GpuRunner
+from compiled_engine.runners.gpu import GpuRunner, shape_of
 from compiled_engine.runners.inputs import build_step_inputs
 from tools.gpu_checks.lab import Lab, load_transformers_model, make_prompts, write
 from tools.gpu_checks.report import Outcome, passed_if
@@ -71,7 +71,7 @@ class _CountingRunner(Runner):
         return self._runner.limits
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        key = self._runner.decide(build_step_inputs(batch.requests, self.limits.block_size)).key
+        key = self._runner.decide(shape_of(build_step_inputs(batch.requests, self.limits.block_size))).key
         self.served["eager" if key is None else key.kind.value] += 1
         return self._runner.execute(batch)
 

@@ -9,7 +9,7 @@ import torch
 from compiled_engine.compile.model import Instruction
 
 
-def split_at_attention(instructions: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], ...]:
+def cut_at_attention(instructions: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], ...]:
     """The instructions in order, cut into stretches of pieces and single attentions."""
     parts: list[list[Instruction]] = []
     for instruction in instructions:

@@ -10,9 +10,9 @@ import torch
 
 from compiled_engine.compile.graphs.backend import GraphBackend, GraphPart, GraphRecord
 from compiled_engine.compile.graphs.bindings import Role, Tensors
-from compiled_engine.compile.graphs.boundary import BoundaryBuffers, last_readers, split_at_attention
+from compiled_engine.compile.graphs.boundary import BoundaryBuffers, cut_at_attention, last_readers
 from compiled_engine.compile.graphs.keys import GraphKey, GraphKind
-from compiled_engine.compile.launch import Launch, launch_now
+from compiled_engine.compile.launch import Launch, copying, launch_now
 from compiled_engine.compile.model import CompiledModel, Instruction, Values
 from compiled_engine.context import ForwardContext, StepKind, set_forward_context
 from compiled_engine.errors import CaptureError
@@ -43,7 +43,7 @@ class GraphedModel:
     def __init__(self, model: CompiledModel, backend: GraphBackend) -> None:
         self.model = model
         self.backend = backend
-        self._parts = split_at_attention(model.instructions)
+        self._parts = cut_at_attention(model.instructions)
         self._boundary = BoundaryBuffers(last_readers(self._parts, (model.hidden_place,)))
         # Of piecewise keys: the tensors that stay from part to part and from replay to replay.
         self._values: dict[GraphKey, Values] = {}
@@ -69,20 +69,24 @@ class GraphedModel:
             self.backend.forget(key)
             raise
 
-    def replay_full(self, key: GraphKey, step: StepTensors) -> tuple[torch.Tensor, ...]:
-        """Replay a full graph: the outputs that its tail left, to be dropped before the next replay."""
-        self.backend.replay(GraphPart(key), partial(self._tensors, key, step))
+    def replay_full(self, key: GraphKey, step: Callable[[], StepTensors]) -> tuple[torch.Tensor, ...]:
+        """Replay a full graph: the outputs that its tail left, to be dropped before the next replay.
+
+        ``step`` gives the step's tensors; it is asked for when they are to be checked.
+        """
+        self.backend.replay(GraphPart(key), lambda: self._tensors(key, step()))
         return self.backend.outputs(GraphPart(key))
 
-    def replay_pieces(self, key: GraphKey, step: StepTensors) -> torch.Tensor:
+    def replay_pieces(self, key: GraphKey, step: Callable[[], StepTensors]) -> torch.Tensor:
         """Replay the pieces of a piecewise key, with attention between them: last hidden states [1, num_padded_tokens,
-        hidden_size], which the next replay overwrites. Must run inside ``set_forward_context``."""
+        hidden_size], which the next replay overwrites. ``step``: see ``replay_full``. Must run inside
+        ``set_forward_context``."""
         if key not in self._values:
             raise CaptureError(f"graph {key} was never captured")
         values = self._values[key]
         for index, instructions in enumerate(self._parts):
             if instructions[0].layer is None:
-                self.backend.replay(GraphPart(key, index), partial(self._tensors, key, step))
+                self.backend.replay(GraphPart(key, index), lambda: self._tensors(key, step()))
             else:
                 instructions[0].run(values, launch_now)
         last = GraphPart(key, len(self._parts) - 1)
@@ -132,7 +136,7 @@ class GraphedModel:
             if value is not None and self._boundary.needs(place):
                 values[place] = buffer = self._boundary.buffer_for(place, value)
                 copies.append((buffer, value))
-        launch("copy to the next part", partial(_copy_all, copies))
+        launch("copy to the next part", copying(copies))
         return ()
 
     def _place_output(self, attention: Instruction, values: Values) -> None:
@@ -156,8 +160,3 @@ class GraphedModel:
             found |= {(role, name): tensor for name, tensor in tensors.items()}
         layers = self.model.static_context.items()
         return found | {(Role.CACHE, name): layer.kv_cache for name, layer in layers if layer.is_bound}
-
-
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for to, value in pairs:
-        to.copy_(value)

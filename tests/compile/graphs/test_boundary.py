@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.compile.graphs.boundary import BoundaryBuffers, last_readers, split_at_attention
+from compiled_engine.compile.graphs.boundary import BoundaryBuffers, cut_at_attention, last_readers
 from compiled_engine.compile.model import Instruction
 
 
@@ -81,4 +81,4 @@ def test_parts_are_stretches_of_pieces_and_single_attentions() -> None:
     layer = object()
     kinds = [None, None, layer, layer, None]
     steps = [Instruction(str(index), nothing, (), (), (), kind) for index, kind in enumerate(kinds)]  # type: ignore[arg-type]
-    assert [[step.name for step in part] for part in split_at_attention(steps)] == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert [[step.name for step in part] for part in cut_at_attention(steps)] == [["0", "1"], ["2"], ["3"], ["4"]]

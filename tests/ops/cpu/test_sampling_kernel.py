@@ -19,13 +19,13 @@ from compiled_engine.ops.cpu.instructions import runnable_paths
 from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, sample, uniform
 from kernel_folder import KERNELS
+from sampling_rows import DEFAULTS, make_batch
 
 # Rounding of exp and of sums in float32; decisions nearer to an edge than this may go either way.
 MARGIN = 2e-6
 # From so many logits on, the kernel wakes threads.
 MANY_LOGITS = 1 << 16
 PATHS = sorted({"portable", runnable_paths()[0].name})
-DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "forbidden": (), "logprobs": -1}
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -44,25 +44,6 @@ def two_threads(library: ctypes.CDLL) -> Iterator[None]:
     library.set_num_threads(2)
     yield
     library.set_num_threads(0)
-
-
-def make_batch(rows: list[dict]) -> SamplingBatch:
-    """One row per dict of parameters; ``DEFAULTS``, and seed and position by place, for what one does not name."""
-    rows = [{"seed": place, "position": 7 * place} | DEFAULTS | row for place, row in enumerate(rows)]
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row[name] for row in rows], dtype=dtype)
-
-    return SamplingBatch(
-        temperature=column("temperature", torch.float32),
-        top_k=column("top_k", torch.int64),
-        top_p=column("top_p", torch.float32),
-        min_p=column("min_p", torch.float32),
-        seeds=column("seed", torch.int64),
-        positions=column("position", torch.int64),
-        forbidden_token_ids=tuple(tuple(row["forbidden"]) for row in rows),
-        num_logprobs=tuple(row["logprobs"] for row in rows),
-    )
 
 
 def reference(logits: np.ndarray, row: dict, number: float) -> tuple[int, float]:

@@ -25,7 +25,6 @@ from triton_steps import (
     decode_step,
     decode_steps,
     metadata_for,
-    reference,
     run,
     slopes,
     with_own_cache,
@@ -50,7 +49,7 @@ def _mended() -> Iterator[None]:
 def check(step: Step, num_splits: int = 1, alibi: torch.Tensor | None = None, **padding: int) -> None:
     tolerance = TOLERANCE[step.query.dtype]
     out = run(step, num_splits, alibi, **padding)[: step.num_real_rows]
-    expected = reference(step, alibi)[: step.num_real_rows]
+    expected = step.reference(alibi)[: step.num_real_rows]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 

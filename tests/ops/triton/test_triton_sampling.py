@@ -6,6 +6,7 @@ The interpreter is slow per operation, not per token: tiles are small, and rows 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from compiled_engine.errors import LogitsError
 from compiled_engine.ops.sampling import SamplingBatch, sample, uniform
 from compiled_engine.ops.triton.sampling import SamplingBuffers, TritonSampler, sampling_variants
 from compiled_engine.ops.triton.sampling_kernel import Scale, Tokens, _pick
+from sampling_rows import make_batch
 
 # Rounding of exp and of sums in float32; decisions nearer to an edge than this may go either way.
 MARGIN = 2e-6
-DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CPU = torch.device("cpu")
 
 # What the interpreter computes is meant: min_p=0 has no limit, and the least temperature leaves one token.
@@ -30,20 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:overflo
 
 
 def make_buffers(rows: list[dict]) -> SamplingBuffers:
-    """One row per dict of parameters; ``DEFAULTS``, and seed and position by place, for what one does not name."""
-    rows = [{"seed": place, "position": 7 * place} | DEFAULTS | row for place, row in enumerate(rows)]
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row[name] for row in rows], dtype=dtype)
-
-    return SamplingBuffers(
-        temperature=column("temperature", torch.float32),
-        top_k=column("top_k", torch.int64),
-        top_p=column("top_p", torch.float32),
-        min_p=column("min_p", torch.float32),
-        seeds=column("seed", torch.int64),
-        positions=column("position", torch.int64),
-    )
+    """See ``make_batch``; what the kernel does not do is left out."""
+    batch = make_batch(rows)
+    return SamplingBuffers(**{item.name: getattr(batch, item.name) for item in fields(SamplingBuffers)})
 
 
 def launch(
