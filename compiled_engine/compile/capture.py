@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.compile.own_code import with_own_code
 from compiled_engine.compile.plan import INPUT_IDS, LOGITS_INDICES, POSITIONS
 from compiled_engine.compile.weights import WeightRecipe
 from compiled_engine.errors import CaptureError
@@ -73,10 +73,12 @@ def capture(module: nn.Module, device: torch.device | None = None) -> CapturedGr
 
     for example in examples.values():
         torch._dynamo.mark_dynamic(example, 0)
-    # A fresh code object: Dynamo keeps what it compiled on the code object, and one capture must not see another's.
-    fresh = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    # One capture must not see another's graphs.
     compiled = torch.compile(
-        fresh, fullgraph=True, backend=backend, options={"guard_filter_fn": lambda entries: [False] * len(entries)}
+        with_own_code(forward),
+        fullgraph=True,
+        backend=backend,
+        options={"guard_filter_fn": lambda entries: [False] * len(entries)},
     )
     # What Dynamo learned from an earlier model at the same source line must not turn this one's numbers into inputs.
     alone = torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True, specialize_int=True)

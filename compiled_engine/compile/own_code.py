@@ -1,0 +1,17 @@
+"""Functions that share nothing with others in the eyes of Dynamo."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+
+def with_own_code(function: Any) -> Any:
+    """A copy of a Python function, its closure included, with a code object of its own.
+
+    Dynamo keeps what it compiled on the code object, so functions of one source line would see each other's graphs,
+    check the guards of all of them, and share one limit of recompilations.
+    """
+    return FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
