@@ -18,6 +18,14 @@ GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full", "full_and_piecew
 PIECE_COMPILERS = ("aoti", "inductor", "eager")
 ON_COMPILE = ("raise", "warn")
 
+# Settings of which a TPU takes some values only, and why.
+_ON_TPU: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("graph_mode", (None, "none"), "XLA compiles whole steps"),
+    ("quantization", (None,), "the TPU runner multiplies with plain weights"),
+    ("graphs", (None,), "XLA's graphs are compiled at every start and never kept"),
+    ("require_precompiled", (False,), "XLA's graphs are compiled at every start and never kept"),
+)
+
 _UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -73,10 +81,14 @@ class EngineConfig:
     model: str | None = _doc(
         "Model folder, GGUF file or hub id. None: $COMPILED_ENGINE_MODEL, else the installed default model.", None
     )
-    device: str = _doc("Where the model runs: cpu, cuda, or cuda:N for the N-th GPU.", "cpu")
+    device: str = _doc(
+        "Where the model runs: cpu, cuda, cuda:N for the N-th GPU, or tpu (XLA; with PJRT_DEVICE=CPU it runs XLA on "
+        "the CPU).",
+        "cpu",
+    )
     dtype: str = _doc(
-        "Arithmetic and cache type: auto, float32, bfloat16 or float16. auto on a GPU is bfloat16; on CPU it is "
-        "float32, except for a 16-bit checkpoint on a CPU with bf16 instructions, where it is bfloat16.",
+        "Arithmetic and cache type: auto, float32, bfloat16 or float16. auto on a GPU or TPU is bfloat16; on CPU, "
+        "also behind XLA, it is float32, except for a 16-bit checkpoint on a CPU with bf16 instructions: bfloat16.",
         "auto",
     )
     quantization: Literal["int8", "int4"] | None = _doc(
@@ -106,8 +118,8 @@ class EngineConfig:
         "Which steps are captured as graphs at the start and replayed later: none, full_decode_only (steps of one "
         "token per request), piecewise (all steps, with attention between the graphs), full (all steps, attention "
         "inside) or full_and_piecewise (steps of one token per request whole, others piecewise). On a GPU these are "
-        "CUDA graphs; on CPU they are emulated, for tests and debugging. None: full_and_piecewise on a GPU, none on "
-        "CPU.",
+        "CUDA graphs; on CPU they are emulated, for tests and debugging; on a TPU XLA compiles whole steps instead. "
+        "None: full_and_piecewise on a GPU, none elsewhere.",
         None,
     )
     graph_sizes: tuple[int, ...] | None = _doc(
@@ -120,8 +132,23 @@ class EngineConfig:
         "at most 512.",
         None,
     )
+    token_buckets: tuple[int, ...] | None = _doc(
+        "Numbers of tokens that steps are padded to on a TPU, where each is compiled at the start; "
+        "max_num_batched_tokens is always among them. None: powers of two from 16, see bucket_gap.",
+        None,
+    )
+    request_buckets: tuple[int, ...] | None = _doc(
+        "Numbers of sampled rows that steps are padded to on a TPU; max_num_seqs, or max_num_batched_tokens where that "
+        "is less, is always among them. None: powers of two from 8.",
+        None,
+    )
+    bucket_gap: int = _doc(
+        "From where powers of two lie further apart than this, token_buckets of None go on in steps of it: less "
+        "padding, more to compile. 0: powers of two only.",
+        0,
+    )
     gpu_memory_fraction: float = _doc(
-        "Share of a GPU's memory that weights, graphs and the KV cache may take together.", 0.9
+        "Share of a GPU's or TPU's memory that weights, graphs and the KV cache may take together.", 0.9
     )
     piece_compiler: str = _doc(
         "What compiles the pieces of a graph: aoti (ahead of time, fastest steps), inductor (faster to compile) or "
@@ -151,9 +178,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
-        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device is {self.device!r}: choose one of cpu, cuda, cuda:N")
+        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?|tpu", self.device):
+            raise ConfigError(f"device is {self.device!r}: choose one of cpu, cuda, cuda:N, tpu")
         self._check_graphs()
+        self._check_buckets()
         if self.quantization is not None:
             _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("piece_compiler", self.piece_compiler, PIECE_COMPILERS)
@@ -179,10 +207,12 @@ class EngineConfig:
             if amount < 1:
                 raise ConfigError(f"kv_cache_memory is {self.kv_cache_memory!r}: give a positive number of bytes")
             object.__setattr__(self, "kv_cache_memory", amount)
+        if self.device_type == "tpu":
+            self._check_tpu()
 
     @property
     def device_type(self) -> str:
-        """The device without its index: cpu or cuda."""
+        """The device without its index: cpu, cuda or tpu."""
         return self.device.partition(":")[0]
 
     @property
@@ -195,23 +225,32 @@ class EngineConfig:
         """``graph_mode``, or what it is by default on this device."""
         if self.graph_mode is not None:
             return self.graph_mode
-        return "none" if self.device_type == "cpu" else "full_and_piecewise"
+        return "full_and_piecewise" if self.device_type == "cuda" else "none"
 
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:
             _choice("graph_mode", self.graph_mode, GRAPH_MODES)
         if self.graph_sizes is not None:
-            sizes = self.graph_sizes
-            if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-                raise ConfigError(f"graph_sizes is {sizes!r}: give whole numbers, such as (1, 2, 4, 8)")
-            object.__setattr__(self, "graph_sizes", tuple(sizes))
-            for size in self.graph_sizes:
-                _positive("one of graph_sizes", size)
+            object.__setattr__(self, "graph_sizes", _sizes("graph_sizes", self.graph_sizes))
         if self.max_graph_size is not None:
             _positive("max_graph_size", self.max_graph_size)
         fraction = self.gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"gpu_memory_fraction is {fraction!r}: give a number above 0 and at most 1")
+
+    def _check_buckets(self) -> None:
+        for name in ("token_buckets", "request_buckets"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _sizes(name, getattr(self, name)))
+        gap = self.bucket_gap
+        if isinstance(gap, bool) or not isinstance(gap, int) or gap < 0:
+            raise ConfigError(f"bucket_gap is {gap!r}: give a number of tokens, or 0 for powers of two only")
+
+    def _check_tpu(self) -> None:
+        for name, allowed, reason in _ON_TPU:
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r} and device is 'tpu', but {reason}: leave {name} out")
 
     @classmethod
     def explain(cls) -> str:
@@ -229,3 +268,12 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} is {value!r}: give a whole number of at least 1")
+
+
+def _sizes(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} is {value!r}: give whole numbers, such as (1, 2, 4, 8)")
+    sizes = tuple(value)
+    for size in sizes:
+        _positive(f"one of {name}", size)
+    return sizes

@@ -179,6 +179,20 @@ def test_engine_options_reach_the_settings(started):
     ]
 
 
+def test_options_of_a_tpu_reach_the_settings(started):
+    options = "--backend tpu --token-buckets 16,64 --request-buckets 8 --bucket-gap 32 --gpu-memory-fraction 0.5"
+    assert run("generate", "a", *options.split()) == 0
+    assert started.settings == [
+        {
+            "device": "tpu",
+            "token_buckets": (16, 64),
+            "request_buckets": (8,),
+            "bucket_gap": 32,
+            "gpu_memory_fraction": 0.5,
+        }
+    ]
+
+
 def test_every_setting_has_an_option(capsys):
     assert run("generate", "--help") == 0
     text = capsys.readouterr().out
@@ -209,6 +223,13 @@ def test_every_setting_has_an_option(capsys):
         (["generate", "a", "--no-store", "--require-precompiled"], "require_precompiled needs a place"),
         (["generate", "a", "--ledger-json", "/"], "--ledger-json /: give a file"),
         (["generate", "a", "--ledger-json", "/nowhere/x.json"], "--ledger-json /nowhere/x.json: give a file"),
+        (["generate", "a", "--backend", "tpu:0"], "device is 'tpu:0': choose one of cpu, cuda, cuda:N, tpu"),
+        (["generate", "a", "--backend", "tpu", "--graph-mode", "full"], "XLA compiles whole steps: leave graph_mode"),
+        (["generate", "a", "--backend", "tpu", "--quantization", "int8"], "multiplies with plain weights"),
+        (["generate", "a", "--token-buckets", "16,x"], "no list of whole numbers"),
+        (["generate", "a", "--token-buckets", "16,0"], "one of token_buckets is 0"),
+        (["generate", "a", "--request-buckets=-8"], "one of request_buckets is -8"),
+        (["generate", "a", "--bucket-gap=-1"], "bucket_gap is -1"),
         (["generate", "a", "--system", "x"], "--system needs --chat"),
         (["generate", "a", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "-", "-"], "only once"),

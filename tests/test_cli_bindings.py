@@ -9,6 +9,7 @@ import pytest
 
 from compiled_engine import cli
 from compiled_engine.models import Checkpoint
+from compiled_engine.runners import bindings
 from tiny_models import WINDOW, write_tiny_model
 
 
@@ -42,6 +43,20 @@ def test_bindings_table(sharing_model: Path, capsys: pytest.CaptureFixture[str])
     assert title.startswith("6 layers, ")
     assert header.split()[:3] == ["layer", "kind", "group"]
     assert len(rows) == 6
+
+
+def test_bindings_for_a_tpu_are_those_of_a_cpu(
+    sharing_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bindings, "available_memory", lambda: 2**30)
+    described = {}
+    for device in ("cpu", "tpu"):
+        assert cli.main(["bindings", str(sharing_model), "--json", "--dtype", "float32", "--backend", device]) == 0
+        described[device] = json.loads(capsys.readouterr().out)["layers"]
+        for layer in described[device]:
+            del layer["address"]
+    assert len(described["tpu"]) == 6
+    assert described["tpu"] == described["cpu"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ def test_explain_a_hit_and_misses(model: Path, capfd: pytest.CaptureFixture[str]
     assert after.splitlines() == ["  engine.dtype", "    stored  float32", "    wanted  bfloat16"]
 
 
+def test_explain_has_nothing_to_say_about_a_tpu(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is told before the model is looked for."""
+    code, out, err = run(capfd, "explain", "/nowhere", "--backend", "tpu")
+    assert (code, out) == (cli.EXIT_USAGE, "")
+    assert "device is 'tpu', and its graphs are never stored" in err
+
+
 def test_explain_as_json(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     key, _ = lookup(EngineConfig(), find_model(str(model)))
     fill(default_store_root(), key)

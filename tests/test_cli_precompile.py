@@ -107,6 +107,7 @@ def test_ledger(precompiled: Precompiled, tmp_path: Path, capfd: pytest.CaptureF
         (["--ledger-json", "/nowhere/x"], cli.EXIT_USAGE, "--ledger-json"),
         (["--require-precompiled"], cli.EXIT_USAGE, "unrecognized"),
         (["--backend", "abacus"], cli.EXIT_USAGE, "device is 'abacus'"),
+        (["nowhere", "--backend", "tpu"], cli.EXIT_USAGE, "device is 'tpu', and its graphs are never stored"),
     ],
 )
 def test_mistakes(

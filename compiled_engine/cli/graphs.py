@@ -16,10 +16,9 @@ from compiled_engine.cli.options import (
     add_debug_option,
     add_engine_options,
     add_positional_model,
+    config_of_stored_graphs,
     engine_settings,
-    settings_with_model,
 )
-from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     target = arguments.positional_model
     if target is not None and _KEY.fullmatch(target) and not Path(target).exists():
         return _explain_key(_store(engine_settings(arguments).get("graphs")), target, arguments.json)
-    config = EngineConfig(**settings_with_model(arguments))
+    config = config_of_stored_graphs(arguments)
     with stdout_for_answers_only(), told_on_stderr(True), starting("the key cannot be computed"):
         from compiled_engine.models import find_model
         from compiled_engine.runners.precompile import lookup, store_for

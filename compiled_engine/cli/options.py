@@ -63,6 +63,20 @@ def settings_with_model(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
+def config_of_stored_graphs(arguments: argparse.Namespace) -> EngineConfig:
+    """The settings, for a command about graphs on disk.
+
+    Raises ``ConfigError`` for settings that cannot work, and for a device whose graphs are never kept.
+    """
+    config = EngineConfig(**settings_with_model(arguments))
+    if config.device_type == "tpu":
+        raise ConfigError(
+            "device is 'tpu', and its graphs are never stored, because torch_xla cannot load compiled graphs again: "
+            "`compiled-engine generate --backend tpu` compiles them at its start; choose cpu or cuda here"
+        )
+    return config
+
+
 def add_ledger_options(parser: argparse._ActionsContainer) -> None:
     """Add --ledger and --ledger-json."""
     parser.add_argument("--ledger", action="store_true", help="show on stderr where the time of the start went")

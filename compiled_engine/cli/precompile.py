@@ -12,12 +12,11 @@ from compiled_engine.cli.options import (
     add_ledger_options,
     add_positional_model,
     check_ledger_file,
-    settings_with_model,
+    config_of_stored_graphs,
     show_ledger,
     wants_ledger,
 )
 from compiled_engine.cli.progress import progress_on_stderr
-from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError
 
 _EPILOG = """\
@@ -58,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from compiled_engine.compile.ledger import Ledger
 
     ledger = Ledger()
-    config = EngineConfig(**settings_with_model(arguments))
+    config = config_of_stored_graphs(arguments)
     check_ledger_file(arguments)
     if arguments.out is not None and Path(arguments.out).exists() and not Path(arguments.out).is_dir():
         raise ConfigError(f"--out {arguments.out}: this is a file; give a folder")
