@@ -1,8 +1,9 @@
 """Attention replaced through transformers' own attention interface.
 
-``compiled_engine`` is the implementation that graphs are captured with: the opaque attention op, no mask. It is told
-apart by the layer's name alone, so ``discover_layers`` runs the model once under a second, recording implementation,
-which notes what every layer asks for and refuses what the op cannot honour.
+``compiled_engine`` is the implementation that graphs are captured with: the opaque attention op, no mask. Its layers
+are told apart by name alone, so ``discover_layers`` runs the model once under a second, recording implementation,
+which notes what every layer asks for and refuses what the op cannot honour. ``compiled_engine_by_value`` calls what
+each attention module holds under that name, in code that is traced with the model (see ``models/by_value.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "compiled_engine"
+BY_VALUE = "compiled_engine_by_value"
 RECORDING = "compiled_engine_recording"
 LAYER_NAME = "compiled_engine_layer_name"
 
@@ -37,12 +39,14 @@ _FEATURES = {
 
 
 def register_interface() -> None:
-    """Make both implementations known to transformers. May be called any number of times."""
+    """Make all implementations known to transformers. May be called any number of times."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
+    ALL_ATTENTION_FUNCTIONS.register(BY_VALUE, _by_value_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(BY_VALUE, no_mask)
     ALL_ATTENTION_FUNCTIONS.register(RECORDING, _record_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDING, _record_mask)
 
@@ -63,6 +67,19 @@ def attention_forward(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = query.new_empty(q.shape)
     torch.ops.compiled_engine.attention(q, k, v, out, module.compiled_engine_layer_name)
+    return out.unsqueeze(0), None
+
+
+def _by_value_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    out: torch.Tensor = getattr(module, BY_VALUE)(q, k, v)
     return out.unsqueeze(0), None
 
 
@@ -122,10 +139,16 @@ def discover_layers(model: PreTrainedModel, num_positions: int) -> tuple[Attenti
         spec = recorder.layers.get(id(module))
         if spec is not None:
             setattr(module, LAYER_NAME, spec.layer_name)
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == RECORDING:
-            config._attn_implementation = IMPLEMENTATION
+    switch_implementation(model, RECORDING, IMPLEMENTATION)
     return tuple(recorder.layers.values())
+
+
+def switch_implementation(model: PreTrainedModel, before: str, after: str) -> None:
+    """Let all of ``model`` that attends with the implementation ``before`` attend with ``after``."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == before:
+            config._attn_implementation = after
 
 
 def _record_mask(*args: Any, mask_function: MaskFunction | None = None, **kwargs: Any) -> torch.Tensor:

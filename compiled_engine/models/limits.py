@@ -20,9 +20,9 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 
 def resolve_dtype(requested: str, files: ModelFiles, device_type: str = "cpu") -> torch.dtype:
-    """The arithmetic type that ``requested`` means on ``device_type``: cpu or cuda.
+    """The arithmetic type that ``requested`` means on ``device_type``: cpu, cuda or tpu.
 
-    ``auto`` is bfloat16 on a GPU. On CPU it is float32, except for a checkpoint of 16-bit floats on a CPU with bf16
+    ``auto`` is bfloat16 on a GPU. Elsewhere it is float32, except for a checkpoint of 16-bit floats and a CPU with bf16
     instructions, where it is bfloat16.
     Raises ``ConfigError`` for an unknown name.
     """
@@ -30,7 +30,7 @@ def resolve_dtype(requested: str, files: ModelFiles, device_type: str = "cpu") -
         return _DTYPES[requested]
     if requested != "auto":
         raise ConfigError(f"dtype is {requested!r}: choose one of auto, {', '.join(_DTYPES)}")
-    if device_type == "cuda":
+    if device_type in ("cuda", "tpu"):
         return torch.bfloat16
     with Checkpoint(files) as checkpoint:
         stored = checkpoint.dtype

@@ -7,14 +7,62 @@ places. Same meaning as ``ops.attention.attend``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from compiled_engine.context import token_slots
+from compiled_engine.context import CacheLayer, KVCacheSpec, token_slots
 from compiled_engine.errors import ForwardContextError
-from compiled_engine.ops.attention import PagedAttention
+from compiled_engine.ops.attention import AttentionSpec
+
+
+class ByValueLayer(CacheLayer):
+    """One attention layer whose cache is read by traced code: its mathematics and its cache."""
+
+    def __init__(self, spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
+        super().__init__(spec.layer_name, cache_spec)
+        self.attention_spec = spec
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """One cache group's view of a step, on the host, padding included: it comes last, as requests of one token.
+
+    query_start_loc: int32 [num_requests + 1].   seq_lens: int32 [num_requests].   block_table: int32 [num_requests,
+    max_blocks].   slot_mapping: int64 [num_tokens].   num_padding_requests: how many of the requests are padding.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: torch.Tensor
+    num_padding_requests: int = 0
+
+
+class ByValueAttention(Protocol):
+    """How attention is computed by traced code that reads the caches from the layers."""
+
+    def host_inputs(self, step: PagedStep, sliding_window: int | None) -> tuple[torch.Tensor, ...]:
+        """What the layers of a cache group read in a step: tensors whose shapes the number of tokens alone decides."""
+        ...
+
+    def attend(
+        self,
+        layer: ByValueLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Write K/V into ``layer.kv_cache`` in place and attend; see ``attend_by_value``. Called by traced code."""
+        ...
+
+    def working_bytes(self, spec: AttentionSpec, num_tokens: int) -> int:
+        """Bytes that one layer takes for a while in a step of ``num_tokens``, beside its inputs and its output."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,8 +106,55 @@ def gather_inputs(
     return GatherInputs(slot_mapping, torch.from_numpy(slots), torch.from_numpy(visible))
 
 
+class GatherAttention:
+    """A ``ByValueAttention`` of plain tensor operations: each token gathers what it sees, as long as the longest may.
+
+    For devices without a paged kernel. It moves ``max_model_len`` (or the window) K/V pairs for every token of a step.
+    ``donate``: called on each cache before it is updated.
+    """
+
+    def __init__(self, block_size: int, max_model_len: int, donate: Callable[[torch.Tensor], None]) -> None:
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._donate = donate
+
+    def host_inputs(self, step: PagedStep, sliding_window: int | None) -> tuple[torch.Tensor, ...]:
+        """See ``ByValueAttention``: the fields of ``GatherInputs``."""
+        inputs = gather_inputs(
+            step.query_start_loc,
+            step.seq_lens,
+            step.block_table,
+            step.slot_mapping,
+            self._block_size,
+            self._length(sliding_window),
+            sliding_window,
+        )
+        return inputs.slot_mapping, inputs.context_slots, inputs.visible
+
+    def attend(
+        self,
+        layer: ByValueLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """See ``ByValueAttention``."""
+        if layer.writes_cache:
+            self._donate(layer.kv_cache)
+        return attend_by_value(layer, query, key, value, GatherInputs(*inputs))
+
+    def working_bytes(self, spec: AttentionSpec, num_tokens: int) -> int:
+        """See ``ByValueAttention``: the gathered K/V, in float32 too, and the scores twice."""
+        gathered = 2 * spec.num_kv_heads * spec.head_dim * 4
+        return num_tokens * self._length(spec.sliding_window) * 2 * (gathered + spec.num_heads * 4)
+
+    def _length(self, sliding_window: int | None) -> int:
+        return self._max_model_len if sliding_window is None else min(sliding_window, self._max_model_len)
+
+
 def attend_by_value(
-    layer: PagedAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: GatherInputs
+    layer: ByValueLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: GatherInputs
 ) -> torch.Tensor:
     """Write this step's K/V into ``layer.kv_cache`` in place and attend over what each token sees.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
     ContextDescription,
@@ -10,6 +12,7 @@ from compiled_engine.context import (
     describe,
 )
 from compiled_engine.models import ModelFiles, build_definition, resolve_dtype, resolve_max_model_len
+from compiled_engine.ops.attention import PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
@@ -27,7 +30,8 @@ def describe_bindings(config: EngineConfig, files: ModelFiles) -> ContextDescrip
     max_model_len = resolve_max_model_len(definition.max_position, config.max_model_len)
     context = StaticForwardContext()
     backend = CpuAttention(dtype, load_kernels(kernel_folder(config)))
-    register_attention_layers(context, definition.layers, config.block_size, dtype, backend)
+    make_layer = partial(PagedAttention, backend=backend)
+    register_attention_layers(context, definition.layers, config.block_size, dtype, make_layer)
     try:
         cache_groups = size_cache_groups(config, context, max_model_len, available_memory())
         bind_kv_cache(allocate_cache_groups(context, cache_groups), context)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from compiled_engine.context import (
+    CacheLayer,
+    KVCacheSpec,
     StaticForwardContext,
     allocate_kv_caches,
     bind_kv_cache,
     declared_specs,
     token_slots,
 )
-from compiled_engine.ops.attention import AttentionBackend, AttentionSpec, PagedAttention
+from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine.runners.base import CacheGroupLimits
 
 
@@ -22,11 +24,11 @@ def register_attention_layers(
     layers: Iterable[AttentionSpec],
     block_size: int,
     dtype: torch.dtype,
-    backend: AttentionBackend,
+    make_layer: Callable[[AttentionSpec, KVCacheSpec], CacheLayer],
 ) -> None:
-    """Register a ``PagedAttention`` for each of ``layers`` and seal the context, which forms the cache groups."""
+    """Register what ``make_layer`` makes of each of ``layers`` and seal the context, which forms the cache groups."""
     for spec in layers:
-        static_context.register(spec.layer_name, PagedAttention(spec, spec.cache_spec(block_size, dtype), backend))
+        static_context.register(spec.layer_name, make_layer(spec, spec.cache_spec(block_size, dtype)))
     # Every layer owns its memory, so pages of one size would cost memory and gain nothing.
     static_context.seal(pad_pages=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from compiled_engine.context import (
 )
 from compiled_engine.errors import ContextStateError
 from compiled_engine.models import ModelFiles, resolve_dtype, resolve_max_model_len
+from compiled_engine.ops.attention import PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.sampling import CpuSampler
@@ -65,7 +67,8 @@ class CpuRunner(Runner):
             self._sampler = CpuSampler(kernels)
         graphs = graphs_for(config, files, ledger, progress or log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
-        register_attention_layers(self.static_context, graphs.plan.layers, config.block_size, self.dtype, self._backend)
+        make_layer = partial(PagedAttention, backend=self._backend)
+        register_attention_layers(self.static_context, graphs.plan.layers, config.block_size, self.dtype, make_layer)
         self.model = load_model(config, graphs, files, self.static_context, ledger)
         with ledger.phase("KV cache") as phase:
             cache_groups = size_cache_groups(config, self.static_context, max_model_len, available_memory())

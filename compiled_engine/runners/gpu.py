@@ -31,7 +31,7 @@ from compiled_engine.context import (
 )
 from compiled_engine.errors import ContextStateError
 from compiled_engine.models import ModelFiles, resolve_dtype, resolve_max_model_len
-from compiled_engine.ops.attention import AttentionLaunch
+from compiled_engine.ops.attention import AttentionLaunch, PagedAttention
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, greedy_batch
 from compiled_engine.runners.base import Runner, RunnerLimits, describe_cache_groups, log_progress
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
@@ -88,7 +88,8 @@ class GpuRunner(Runner):
             self.sampler = self.device.sampler(plan.vocab_size, config.max_num_seqs, plan.logits_dtype)
         buckets = self.device.max_seq_len_buckets(max_model_len)
         self.dispatcher = make_dispatcher(config, buckets, self.attention.num_kv_splits)
-        register_attention_layers(self.static_context, plan.layers, config.block_size, self.dtype, self.attention)
+        make_layer = partial(PagedAttention, backend=self.attention)
+        register_attention_layers(self.static_context, plan.layers, config.block_size, self.dtype, make_layer)
         self.buffers = self._make_buffers(max_model_len)
         model = load_model(config, graphs, files, self.static_context, ledger, self.device.torch_device)
         self.graphed = GraphedModel(model, self.device.graph_backend(self.static_context))

@@ -9,7 +9,7 @@ attention is compared with what these hashes say.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from compiled_engine.engine.prefix_index import hash_block
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.errors import RequestError
-from compiled_engine.ops.attention import AttentionSpec
+from compiled_engine.ops.attention import AttentionSpec, PagedAttention
 from compiled_engine.ops.cpu import CpuAttention
 from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.runners.base import CacheGroupLimits
@@ -102,7 +102,8 @@ class ContentMachine(RuleBasedStateMachine):
         self.backend = CpuAttention(torch.float32, load_kernels(KERNELS))
         self.context = StaticForwardContext()
         self.specs = {spec.layer_name: spec for spec in layer_specs(window)}
-        register_attention_layers(self.context, self.specs.values(), block_size, torch.float32, self.backend)
+        make_layer = partial(PagedAttention, backend=self.backend)
+        register_attention_layers(self.context, self.specs.values(), block_size, torch.float32, make_layer)
         bind_kv_cache(allocate_cache_groups(self.context, self.limits), self.context)
         self.cache = KVCacheManager(self.limits, block_size, enable_prefix_caching=caching, hash_block=two_bits)
         self.scheduler = Scheduler(self.cache, max_num_seqs=rows, max_num_batched_tokens=budget)
