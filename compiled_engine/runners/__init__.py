@@ -20,6 +20,10 @@ def create_runner(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Ru
 
     ``ledger`` notes the phases of all that.
     """
+    if config.device_type == "tpu":
+        from compiled_engine.runners.tpu import TpuRunner
+
+        return TpuRunner(config, files, ledger)
     if config.captures_graphs or config.device_type != "cpu":
         from compiled_engine.runners.gpu import GpuRunner
 

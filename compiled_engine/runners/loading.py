@@ -1,9 +1,9 @@
-"""A plan with its weights, out of a checkpoint and of what a model definition computed itself."""
+"""A plan or a module with its weights, out of a checkpoint and of what a model definition computed itself."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from compiled_engine.compile.model import CompiledModel
 from compiled_engine.compile.weights import materialize, num_weight_bytes
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import StaticForwardContext
-from compiled_engine.models import Checkpoint, ModelFiles
+from compiled_engine.models import Checkpoint, ModelDefinition, ModelFiles
 from compiled_engine.ops.quantized_rows import QuantizedRows
 from compiled_engine.runners.precompile import RunnableGraphs
 
@@ -38,6 +38,37 @@ def load_model(
         weights = materialize(graphs.plan.weights, source, config.quantization, head_weights, device)
         phase.num_bytes = num_weight_bytes(graphs.plan.weights, weights)
     return CompiledModel(graphs.plan, graphs.pieces, weights, static_context)
+
+
+def load_module(
+    definition: ModelDefinition,
+    files: ModelFiles,
+    ledger: Ledger,
+    to_device: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> None:
+    """Read the weights into ``definition``'s module, on the device that ``to_device`` copies host tensors to.
+
+    One tensor at a time, so that no second copy of the model is alive; tied weights stay one tensor. Raises
+    ``WeightsError``.
+    """
+    module = definition.module
+    names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
+    moved: dict[int, torch.Tensor] = {}
+    with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
+        logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
+        for path, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            if id(tensor) not in moved:
+                if id(tensor) in names:
+                    checkpoint.read(definition.weight_names[names[id(tensor)]], out=tensor.data)
+                (on_device,) = to_device([tensor.data])
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                moved[id(tensor)] = torch.nn.Parameter(on_device, requires_grad=False) if is_parameter else on_device
+            parent, _, attribute = path.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, moved[id(tensor)])
+        phase.num_bytes = sum(tensor.nbytes for tensor in moved.values())
 
 
 class CheckpointWeights:
