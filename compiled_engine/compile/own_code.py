@@ -12,6 +12,5 @@ def with_own_code(function: Any) -> Any:
     Dynamo keeps what it compiled on the code object, so functions of one source line would see each other's graphs,
     check the guards of all of them, and share one limit of recompilations.
     """
-    return FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)

@@ -13,7 +13,7 @@ from compiled_engine.errors import LogitsError
 # Sizes of the sorted heads that are tried before a whole vocabulary is sorted for top_p: most distributions are narrow.
 _TOP_P_HEADS = (256, 2048)
 # Tokens per block of the two-level cumulative distribution.
-_BLOCK = 128
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         token_ids[greedy_rows.to(logits.device)] = _argmax(allowed[greedy_rows.to(logits.device)])
         random_ids = _sample_random(allowed[random_rows.to(logits.device)], batch, random_rows)
         token_ids[random_rows.to(logits.device)] = random_ids
-    _check_maxima(allowed.gather(1, token_ids[:, None]).flatten(), range(num_rows))
+    check_maxima(allowed.gather(1, token_ids[:, None]).flatten(), range(num_rows))
     return SampledTokens(tuple(token_ids.tolist()), logprobs_of(logits, token_ids, batch.num_logprobs))
 
 
@@ -115,6 +115,22 @@ def no_choice_error(row: int, maximum: float) -> LogitsError:
         f"row {row} of the logits has no token that can be chosen: its maximum is {maximum}. The model computed NaN or "
         "infinity (dtype='float32' helps where a 16-bit type overflows), or all tokens are forbidden"
     )
+
+
+def check_maxima(maxima: torch.Tensor, rows: Sequence[int]) -> None:
+    """Raises ``LogitsError`` for the first of ``rows`` whose largest logit, in ``maxima``, is not finite.
+
+    NaN and +inf win every maximum and -inf only among equals, so one look at the maximum tells about the whole row.
+    """
+    finite = torch.isfinite(maxima)
+    if not bool(finite.all()):
+        index = int(torch.nonzero(~finite)[0])
+        raise no_choice_error(rows[index], float(maxima[index]))
+
+
+def least_scaled(min_p: torch.Tensor) -> torch.Tensor:
+    """The least scaled logit, relative to the largest, that ``min_p`` keeps: float32, -inf for a ``min_p`` of 0."""
+    return min_p.double().log().float()
 
 
 def philox4x32(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -155,6 +171,22 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(mantissa.astype(np.float64) * 2.0**-53)
 
 
+def in_blocks(weights: torch.Tensor) -> torch.Tensor:
+    """``weights`` [m, vocab_size] as [m, num_blocks, BLOCK]; the last block is filled up with zeros."""
+    padding = -weights.shape[1] % BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    return blocks.view(len(weights), -1, BLOCK)
+
+
+def sum_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``in_blocks(weights)``, and the float64 running sum over blocks [m, num_blocks].
+
+    Rows are added up in one order whatever their number, so that no row's sum depends on the others.
+    """
+    blocks = in_blocks(weights)
+    return blocks, blocks.sum(-1).double().cumsum(-1)
+
+
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     # numpy's argmax on the CPU is ten times faster than torch's. Both give the first of equal values, and NaN wins.
     if logits.device.type == "cpu":
@@ -172,26 +204,17 @@ def _without_forbidden(logits: torch.Tensor, forbidden: tuple[tuple[int, ...], .
     return allowed
 
 
-def _check_maxima(maxima: torch.Tensor, rows: Sequence[int]) -> None:
-    """``maxima``: the largest logit of each of ``rows``. NaN and +inf win every maximum and -inf only among equals, so
-    one look at the maximum tells about the whole row."""
-    finite = torch.isfinite(maxima)
-    if not bool(finite.all()):
-        index = int(torch.nonzero(~finite)[0])
-        raise no_choice_error(rows[index], float(maxima[index]))
-
-
 def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
     """Token ids [m] for ``logits`` [m, vocab_size], whose parameters stand in ``rows`` of ``batch``."""
     device = logits.device
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
-    _check_maxima(top.flatten(), rows.tolist())
+    check_maxima(top.flatten(), rows.tolist())
     # With the maximum taken off first, no temperature above 0 can overflow, and the most likely token has weight 1.
     scaled = logits.sub(top).div_(batch.temperature[rows].to(device)[:, None])
     min_p = batch.min_p[rows]
     if bool((min_p > 0).any()):
-        scaled.masked_fill_(scaled < min_p.double().log().float().to(device)[:, None], -torch.inf)
+        scaled.masked_fill_(scaled < least_scaled(min_p).to(device)[:, None], -torch.inf)
     weights = scaled.exp_()
     top_k = batch.top_k[rows]
     limited = torch.nonzero((top_k > 0) & (top_k < logits.shape[1])).flatten()
@@ -204,18 +227,6 @@ def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tenso
     return _inverse_cdf(weights, uniform(batch.seeds[rows], batch.positions[rows]).to(device))
 
 
-def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weights`` [m, vocab_size] as [m, num_blocks, _BLOCK], and the float64 running sum over blocks [m, num_blocks].
-
-    The last block is filled up with zeros. Rows are added up in one order whatever their number, so that no row's sum
-    depends on the others.
-    """
-    padding = -weights.shape[1] % _BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    blocks = blocks.view(len(weights), -1, _BLOCK)
-    return blocks, blocks.sum(-1).double().cumsum(-1)
-
-
 def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Per row the token at which the cumulative share of ``weights`` [m, vocab_size] first exceeds ``uniforms`` [m].
 
@@ -223,7 +234,7 @@ def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     the whole vocabulary costs more than all the rest. At both levels the target is below the total, and the first entry
     above it has weight: a token without is never taken.
     """
-    blocks, cumulative = _blocks(weights)
+    blocks, cumulative = sum_blocks(weights)
     target = uniforms[:, None] * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True)
     end = cumulative.gather(1, block)
@@ -231,7 +242,7 @@ def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     share = ((target - start) / (end - start)).clamp(0.0, 1.0 - 2.0**-53)
     inner = blocks[torch.arange(len(blocks), device=blocks.device), block.flatten()].cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(inner, share * inner[:, -1:], right=True)
-    return (block * _BLOCK + token).flatten()
+    return (block * BLOCK + token).flatten()
 
 
 def _apply_top_k(weights: torch.Tensor, logits: torch.Tensor, top_k: torch.Tensor, rows: torch.Tensor) -> None:
@@ -246,7 +257,7 @@ def _apply_top_p(weights: torch.Tensor, logits: torch.Tensor, top_p: torch.Tenso
 
     In order of ``logits`` [m, vocab_size], not of weights, which are equal for many that differ a little.
     """
-    limit = top_p.double() * _blocks(weights)[1][:, -1]
+    limit = top_p.double() * sum_blocks(weights)[1][:, -1]
     left = logits.masked_fill(weights == 0, -torch.inf)
     smallest = torch.empty_like(limit, dtype=logits.dtype)
     num_kept = torch.empty_like(limit, dtype=torch.int64)
@@ -281,7 +292,7 @@ def logprobs_of(
         return tuple(result)
     rows = torch.tensor(wanted, device=logits.device)
     raw = logits[rows].float()
-    _check_maxima(raw.amax(-1), wanted)
+    check_maxima(raw.amax(-1), wanted)
     logprobs = raw.log_softmax(-1)
     sampled = token_ids[rows]
     sampled_values = logprobs.gather(1, sampled[:, None]).flatten().tolist()
