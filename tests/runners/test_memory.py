@@ -175,6 +175,8 @@ def test_blocks_fit_into_their_budget(
         members = sum(spec.sliding_window == window for spec in specs)
         size += count * members * FULL.page_bytes
         assert count >= 2
-        assert count <= max_num_seqs * -(-max_model_len // 16) + 1 or window is not None
+        if window is None and memory is None:
+            # With a size that was asked for, what requests leave over keeps prefixes.
+            assert count <= max_num_seqs * -(-max_model_len // 16) + 1
     assert size <= (memory if memory is not None else min(DEFAULT_CACHE_LIMIT, free // 2))
     assert size <= free
