@@ -19,7 +19,7 @@ def sampling_cases(draw, max_rows: int = 5, vocab_size: int | None = None):
     vocab_size = vocab_size or draw(st.sampled_from(VOCAB_SIZES))
     num_rows = draw(st.integers(1, max_rows))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    rows = [draw(sampling_rows(vocab_size)) for _ in range(num_rows)]
+    rows = [draw(row_parameters(vocab_size)) for _ in range(num_rows)]
     return torch.from_numpy(draw(row_logits(rng, num_rows, vocab_size))), rows
 
 
@@ -39,7 +39,7 @@ def row_logits(draw, rng: np.random.Generator, num_rows: int, vocab_size: int) -
 
 
 @st.composite
-def sampling_rows(draw, vocab_size: int) -> dict:
+def row_parameters(draw, vocab_size: int) -> dict:
     forbidden = st.sets(st.integers(1, vocab_size - 1), max_size=3) if vocab_size > 1 else st.just(set())
     return {
         "temperature": draw(st.sampled_from(TEMPERATURES)),

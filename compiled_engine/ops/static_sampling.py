@@ -50,11 +50,12 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row as ``ops.sampling.sample`` takes it, and the row's largest logit: types as of ``most_likely``.
 
-    logits: [n, vocab_size].   temperature, top_p: float32 [n].   top_k: int64 [n]; as in ``SamplingBatch``.
+    logits: [n, vocab_size].   temperature, top_p: float32 [n].   top_k: int64 [n]; as in ``SamplingBatch``, but that a
+        temperature must not be so small that the device takes it for 0.
     least_scaled: float32 [n], ``ops.sampling.least_scaled`` of ``min_p``.
     uniforms: float64 [n], ``ops.sampling.uniform`` of the rows' seeds and positions.
 
-    Both of the last are computed on the host, which has a logarithm and integers that are exact. On the CPU, not
+    The last two are computed on the host, which has a logarithm and integers that are exact. On the CPU, not
     compiled, tokens are those of ``sample``. A compiler may round exp and sums differently, to a few units of float32:
     then a random token may differ where its row's uniform number or ``top_p`` is that near to an edge.
     """
@@ -104,8 +105,7 @@ def _weights(
 ) -> torch.Tensor:
     """Weights of ``logits`` [n, m], 1 for the largest and 0 for what ``min_p`` or ``top_k`` leaves out; the others are
     [n, 1]: the largest logit, the temperature, the least scaled logit and the smallest logit that are kept."""
-    # The first case is for temperatures that the device takes for 0.
-    scaled = torch.where(logits == top, 0.0, (logits - top) / divisor)
+    scaled = (logits - top) / divisor
     return torch.where((scaled < least) | (logits < smallest), 0.0, scaled.exp())
 
 

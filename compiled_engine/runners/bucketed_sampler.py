@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +20,16 @@ from compiled_engine.ops.sampling import (
     logprobs_of,
     uniform,
 )
+from compiled_engine.runners.platforms import Function
 
 # Most log-probabilities of a row that are computed on the device; rows that want more are looked up on the host.
 COMPILED_LOGPROBS = 32
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Compile(Protocol):
     """Compiles a function of tensors as a whole, anew for each combination of shapes."""
 
-    def __call__(self, function: _Function, /) -> _Function: ...
+    def __call__(self, function: Function, /) -> Function: ...
 
 
 class BucketedSampler:
@@ -65,7 +64,7 @@ class BucketedSampler:
             return masks
         return (
             *masks,
-            F.pad(batch.temperature.float(), (0, padding)),
+            F.pad(_normal(batch.temperature), (0, padding)),
             F.pad(batch.top_k.long(), (0, padding)),
             F.pad(batch.top_p.float(), (0, padding), value=1.0),
             F.pad(least_scaled(batch.min_p), (0, padding), value=-torch.inf),
@@ -143,6 +142,11 @@ def _entry(
     if count < 0:
         return None
     return {token_id: logprob} | dict(zip(top_ids[:count], top_logprobs[:count], strict=True))
+
+
+def _normal(temperature: torch.Tensor) -> torch.Tensor:
+    """``temperature`` with the least normal number for subnormal ones, which XLA takes for 0."""
+    return torch.where(temperature > 0, temperature.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
 
 
 def _forbids(batch: SamplingBatch) -> bool:

@@ -62,6 +62,7 @@ def test_other_types_are_computed_in_float32(dtype):
     assert tuple(token_ids.tolist()) == sample(logits.float(), batch).token_ids
     assert maxima.dtype == torch.float32
     greedy_ids, maxima = most_likely(logits)
+    assert maxima.dtype == torch.float32
     assert torch.equal(greedy_ids, logits.float().argmax(-1))
     assert torch.equal(maxima, logits.float().amax(-1))
 
@@ -90,7 +91,7 @@ def test_all_is_kept_without_filters_and_little_is_lost_with_wide_ones():
     assert draw_with(BELOW_ONE, tail) == 199
     assert draw_with(BELOW_ONE, tail, top_k=200, min_p=1e-20) == 199
     assert draw_with(BELOW_ONE, tail, top_p=0.9) == 0
-    assert draw_with(BELOW_ONE, [3.0] * 10_000, top_p=0.995) == 9950 - 1
+    assert draw_with(BELOW_ONE, [3.0] * 10_240, top_p=1.0 - 2.0**-8) == 10_200 - 1
 
 
 def test_top_p_just_below_one():

@@ -162,6 +162,15 @@ def test_host_inputs_are_only_what_the_step_needs():
     assert shapes(random, {**greedy, "forbidden": (3,)}) == mask + numbers
 
 
+def test_no_temperature_is_subnormal():
+    sampler = BucketedSampler(lambda function: function, 10)
+    batch = make_batch([{"temperature": temperature} for temperature in (0.0, 1e-40, 1e-45, 0.5)])
+    temperature = sampler.host_inputs(batch, 5)[0]
+    tiny = torch.finfo(torch.float32).tiny
+    assert temperature.tolist() == [0.0, tiny, tiny, 0.5, 0.0]
+    assert temperature.dtype == torch.float32
+
+
 def test_forbidden_tokens_outside_of_the_vocabulary_are_ignored():
     sampler = BucketedSampler(lambda function: function, 10)
     (mask,) = sampler.host_inputs(make_batch([{"temperature": 0.0, "forbidden": (2, 10, 999)}]), 2)
