@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
 from compiled_engine.compile.own_code import with_own_code
 from compiled_engine.errors import CaptureError
 from compiled_engine.models.by_value import ByValueModel, GroupInputs
-from compiled_engine.runners.platforms import XlaPlatform
+from compiled_engine.runners.platforms import Function, XlaPlatform
 
 
 class BucketedModel:
@@ -55,3 +56,19 @@ class BucketedModel:
             raise CaptureError(f"the model's {part} cannot be compiled as one graph: {error}") from error
         self._functions[key] = compiled
         return result
+
+
+def compile_by_rows(platform: XlaPlatform, function: Function) -> Function:
+    """``function`` compiled apart for each number of rows that its first argument has.
+
+    Dynamo compiles one function for few shapes only, those of other runners in the process included.
+    """
+    functions: dict[int, Function] = {}
+
+    def call(rows: torch.Tensor, *args: Any) -> Any:
+        num_rows = rows.shape[0]
+        if num_rows not in functions:
+            functions[num_rows] = platform.compile(with_own_code(function))
+        return functions[num_rows](rows, *args)
+
+    return cast(Function, call)

@@ -55,9 +55,11 @@ class XlaSentinel:
         if not self.sealed:
             return
         after = self._platform.counts()
-        self.stray_executions += after.stray - before.stray
+        # A step that compiles may lose counts of earlier ones.
+        stray = max(0, after.stray - before.stray)
+        self.stray_executions += stray
         if after.graphs > before.graphs:
-            self._report(after.graphs - before.graphs, after.stray - before.stray, bucket, shapes)
+            self._report(after.graphs - before.graphs, stray, bucket, shapes)
 
     def _report(self, graphs: int, stray: int, bucket: str, shapes: str) -> None:
         what = f"XLA compiled {graphs} graph{'s' * (graphs > 1)}"

@@ -9,6 +9,8 @@ attention is compared with what these hashes say.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import numpy as np
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from compiled_engine.context import (
+    CacheLayer,
     ForwardContext,
     StaticForwardContext,
     bind_kv_cache,
@@ -81,6 +84,17 @@ def layer_specs(window: int) -> list[AttentionSpec]:
     ]
 
 
+Attend = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A layer's attention by name, over queries, keys and values of a step."""
+
+
+def attend_by_name(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """By the op that graphs call."""
+    out = torch.empty_like(query)
+    torch.ops.compiled_engine.attention(query, key, value, out, name)
+    return out
+
+
 class ContentMachine(RuleBasedStateMachine):
     """Requests come, share, grow, are set back and go; ``check_*`` compare with the oracle."""
 
@@ -99,12 +113,10 @@ class ContentMachine(RuleBasedStateMachine):
     def start(self, full_blocks, sliding_blocks, window, block_size, rows, budget, caching):
         self.limits = (CacheGroupLimits(full_blocks), CacheGroupLimits(sliding_blocks, window))
         self.block_size = block_size
-        self.backend = CpuAttention(torch.float32, load_kernels(KERNELS))
         self.context = StaticForwardContext()
         self.specs = {spec.layer_name: spec for spec in layer_specs(window)}
-        make_layer = partial(PagedAttention, backend=self.backend)
-        register_attention_layers(self.context, self.specs.values(), block_size, torch.float32, make_layer)
-        bind_kv_cache(allocate_cache_groups(self.context, self.limits), self.context)
+        self.register_layers()
+        bind_kv_cache(self.new_caches(), self.context)
         self.cache = KVCacheManager(self.limits, block_size, enable_prefix_caching=caching, hash_block=two_bits)
         self.scheduler = Scheduler(self.cache, max_num_seqs=rows, max_num_batched_tokens=budget)
         self.requests: dict[int, Request] = {}
@@ -154,7 +166,7 @@ class ContentMachine(RuleBasedStateMachine):
             self.requests.clear()
         if how == "new caches":
             unbind_kv_cache(self.context)
-            bind_kv_cache(allocate_cache_groups(self.context, self.limits), self.context)
+            bind_kv_cache(self.new_caches(), self.context)
         self.check()
 
     def step(self):
@@ -181,12 +193,39 @@ class ContentMachine(RuleBasedStateMachine):
     # A model's step, with hashes in place of computing.
 
     def forward(self, scheduled):
-        inputs = self.stage(build_step_inputs([item.as_row(self.block_size) for item in scheduled], self.block_size, 2))
+        rows = [item.as_row(self.block_size) for item in scheduled]
+        inputs = self.stage(build_step_inputs(rows, self.block_size, self.min_tokens))
         prefixes = [
             tuple(item.request.token_ids[: position + 1])
             for item in scheduled
             for position in range(item.request.num_computed_tokens, item.request.num_computed_tokens + item.num_tokens)
         ]
+        with self.attention_of(inputs) as attend:
+            for name, spec in self.specs.items():
+                # Padding is nan: whoever reads block 0, where it goes, shows it.
+                rows = np.full((inputs.num_padded_tokens, 2, spec.num_kv_heads, HEAD_DIM), np.nan, np.float32)
+                rows[: len(prefixes)] = [self.key_value(name, prefix) for prefix in prefixes]
+                query = np.zeros((inputs.num_padded_tokens, HEADS, HEAD_DIM), np.float32)
+                query[: len(prefixes)] = [self.query(name, prefix) for prefix in prefixes]
+                key, value = torch.from_numpy(rows).unbind(1)
+                out = attend(self.called(name), torch.from_numpy(query), key, value)
+                if "attention" in self.eyes:
+                    self.check_attention(spec, prefixes, out)
+
+    # The attention that is tested; another machine may have another.
+
+    min_tokens = 2
+
+    def register_layers(self):
+        self.backend = CpuAttention(torch.float32, load_kernels(KERNELS))
+        make_layer = partial(PagedAttention, backend=self.backend)
+        register_attention_layers(self.context, self.specs.values(), self.block_size, torch.float32, make_layer)
+
+    def new_caches(self) -> dict[str, torch.Tensor]:
+        return allocate_cache_groups(self.context, self.limits)
+
+    @contextmanager
+    def attention_of(self, inputs: StepInputs) -> Iterator[Attend]:
         metadata = [
             self.backend.build_metadata(inputs.query_start_loc, inputs.seq_lens, table) for table in inputs.block_tables
         ]
@@ -198,17 +237,11 @@ class ContentMachine(RuleBasedStateMachine):
             num_padded_tokens=inputs.num_padded_tokens,
         )
         with set_forward_context(context):
-            for name, spec in self.specs.items():
-                out = torch.empty(inputs.num_padded_tokens, HEADS, HEAD_DIM)
-                # Padding is nan: whoever reads block 0, where it goes, shows it.
-                rows = np.full((inputs.num_padded_tokens, 2, spec.num_kv_heads, HEAD_DIM), np.nan, np.float32)
-                rows[: len(prefixes)] = [self.key_value(name, prefix) for prefix in prefixes]
-                query = np.zeros((inputs.num_padded_tokens, HEADS, HEAD_DIM), np.float32)
-                query[: len(prefixes)] = [self.query(name, prefix) for prefix in prefixes]
-                key, value = torch.from_numpy(rows).unbind(1)
-                torch.ops.compiled_engine.attention(torch.from_numpy(query), key, value, out, self.called(name))
-                if "attention" in self.eyes:
-                    self.check_attention(spec, prefixes, out)
+            yield attend_by_name
+
+    def slots(self, layer: CacheLayer) -> np.ndarray:
+        """What is in the layer's cache, by slot."""
+        return token_slots(layer.kv_cache).numpy()
 
     def stage(self, inputs: StepInputs) -> StepInputs:
         return inputs
@@ -247,7 +280,7 @@ class ContentMachine(RuleBasedStateMachine):
         if "counts" in self.eyes:
             self.cache.check_integrity(self.requests.values())
         for name, layer in self.context.items() if "content" in self.eyes else ():
-            slots = token_slots(layer.kv_cache).numpy()
+            slots = self.slots(layer)
             self.check_running(name, layer, slots)
             self.check_published(name, layer, slots)
 
