@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.gpu_checks.command import main
+from gpu_checks.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,11 +17,12 @@ from compiled_engine.ops.cpu.build import load_kernels
 from kernel_folder import KERNELS
 
 ROOT = Path(__file__).parents[2]
+PATHS = (ROOT / "tests", ROOT / "tools")
 SIZES = ["--hidden", "32", "--intermediate", "48", "--heads", "2", "--kv-heads", "1", "--vocab", "64"]
 TINY = ["--device", "cpu", "--piece-compiler", "eager", *SIZES]
 PLANT = """
 import sys
-from tools.gpu_checks import command
+from gpu_checks import command
 {fault}
 sys.exit(command.main())
 """
@@ -42,7 +43,7 @@ class Check:
     def __init__(self, folder: Path, store: Path) -> None:
         self._out = folder / "out.json"
         self._environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        self._environment |= {"COMPILED_ENGINE_CACHE": str(store), "PYTHONPATH": str(ROOT / "tests")}
+        self._environment |= {"COMPILED_ENGINE_CACHE": str(store), "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
 
     def run(self, *arguments: str, fault: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         start = [str(ROOT / "tools" / "gpu_check.py")] if fault is None else ["-c", PLANT.format(fault=fault)]
@@ -116,7 +117,7 @@ def test_a_spent_budget_starts_no_section_and_says_so(check: Check) -> None:
     process = check.run(*TINY, "--budget", "0")
     assert process.returncode == 0
     assert set(check.verdicts.values()) == {"skipped"}
-    assert len(check.verdicts) == 8
+    assert len(check.verdicts) == 9
     assert "the budget was spent" in check.sections["decode"]["summary"]
 
 
@@ -136,7 +137,7 @@ def test_sections_and_sizes_are_those_asked_for(check: Check) -> None:
 
 
 RAISES = """
-from tools.gpu_checks import environment
+from gpu_checks import environment
 def boom(lab): raise OSError("planted\\nsecond line")
 environment.check = boom
 """
@@ -200,6 +201,8 @@ def test_everything_passes_on_the_emulation(check: Check) -> None:
     assert process.returncode == 0, process.stderr
     verdicts = check.verdicts
     assert verdicts.pop("kernels") == "skipped"
+    assert verdicts.pop("bindings") == "skipped"
+    assert check.sections["bindings"]["summary"].startswith("not available: the emulation's graphs are no CUDA graphs")
     assert set(verdicts.values()) == {"passed"}
     modes = {row["mode"]: row for row in check.sections["greedy"]["rows"]}
     assert modes["none"]["full_steps"] == modes["none"]["piecewise_steps"] == 0
@@ -213,7 +216,7 @@ def test_everything_passes_on_the_emulation(check: Check) -> None:
 
 INTERPRET = """
 from triton_interpreter import mended_interpreter
-from tools.gpu_checks import kernels
+from gpu_checks import kernels
 kernels.CASES = kernels.CASES[{first}:{last}]
 mended = mended_interpreter()
 mended.__enter__()

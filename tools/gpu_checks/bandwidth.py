@@ -8,8 +8,8 @@ import torch
 
 from compiled_engine.engine.core import Engine
 from compiled_engine.ops.attention import AttentionLaunch, AttentionSpec
-from tools.gpu_checks.lab import Lab, TimedRunner, make_prompts, name_of, seconds_per_call, write
-from tools.gpu_checks.report import Outcome, Verdict
+from gpu_checks.lab import Lab, TimedRunner, make_prompts, name_of, seconds_per_call, write
+from gpu_checks.report import Outcome, Verdict
 
 _BLOCK_SIZE = 16
 _BATCHES = (1, 8, 32)

@@ -7,8 +7,8 @@ from typing import Any
 from compiled_engine.compile.graphs.backend import GraphRecord
 from compiled_engine.compile.graphs.keys import GraphKey
 from compiled_engine.compile.ledger import Ledger
-from tools.gpu_checks.lab import Lab, name_of
-from tools.gpu_checks.report import Outcome, passed_if
+from gpu_checks.lab import Lab, name_of
+from gpu_checks.report import Outcome, passed_if
 
 
 def check(lab: Lab) -> Outcome:

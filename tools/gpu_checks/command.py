@@ -19,8 +19,8 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError
-from tools.gpu_checks.lab import TINY, Lab, Sizes
-from tools.gpu_checks.report import (
+from gpu_checks.lab import TINY, Lab, Sizes
+from gpu_checks.report import (
     Outcome,
     Result,
     Verdict,
@@ -38,6 +38,7 @@ SECTIONS: Mapping[str, str] = {
     "kernels": "Triton attention and sampling against the reference",
     "greedy": "tokens in every graph mode against transformers' generate, float32",
     "stale": "graphs refuse caches that were bound anew",
+    "bindings": "graphs use the caches and weights that they declare, told from their kernels' parameters",
     "capture": "seconds and memory of capturing, by graph",
     "bandwidth": "decode attention against the memory's bandwidth; prefill throughput",
     "warm_start": "a second start compiles nothing",
@@ -167,7 +168,7 @@ def run_section(name: str, lab: Lab) -> Result:
         return Result(name, 0.0, skipped("the budget was spent: run it alone, or give more with --budget"))
     begin = time.perf_counter()
     try:
-        outcome = importlib.import_module(f"tools.gpu_checks.{name}").check(lab)
+        outcome = importlib.import_module(f"gpu_checks.{name}").check(lab)
         lab.release_memory()
     except Exception as error:
         print(traceback.format_exc(), file=sys.stderr)

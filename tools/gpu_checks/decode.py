@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.engine.core import Engine
-from tools.gpu_checks.lab import Lab, TimedRunner, greedy, load_transformers_model, make_prompts, name_of
-from tools.gpu_checks.peer import PeerTimes, compiler_settings, peer_times
-from tools.gpu_checks.report import Outcome, Verdict
+from gpu_checks.lab import Lab, TimedRunner, greedy, load_transformers_model, make_prompts, name_of
+from gpu_checks.peer import PeerTimes, compiler_settings, peer_times
+from gpu_checks.report import Outcome, Verdict
 
 _WARM_UP = 4
 """Decode steps that are not counted."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tools.gpu_checks.lab import Lab
-from tools.gpu_checks.report import Outcome, Verdict
+from gpu_checks.lab import Lab
+from gpu_checks.report import Outcome, Verdict
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 

@@ -1,4 +1,4 @@
-"""``python -m tools.gpu_checks.first_token SETTINGS``: start an engine, write a few tokens, print a line of JSON.
+"""``python -m gpu_checks.first_token SETTINGS``: start an engine, write a few tokens, print a line of JSON.
 
 SETTINGS: fields of ``EngineConfig`` as JSON. The line has ``seconds`` from the start of the process to the end of the
 first answer, ``token_ids``, ``phases`` of the start, and ``triton_compiled`` and ``triton_found``: kernels that Triton

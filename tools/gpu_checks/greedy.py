@@ -16,8 +16,8 @@ from compiled_engine.runners.base import Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
 from compiled_engine.runners.gpu import GpuRunner, shape_of
 from compiled_engine.runners.inputs import build_step_inputs
-from tools.gpu_checks.lab import Lab, load_transformers_model, make_prompts, write
-from tools.gpu_checks.report import Outcome, passed_if
+from gpu_checks.lab import Lab, load_transformers_model, make_prompts, write
+from gpu_checks.report import Outcome, passed_if
 
 _NEAR_TIE = 2e-4
 """Two tokens whose logits differ by less than this share of the range of all logits: float32 may take either."""

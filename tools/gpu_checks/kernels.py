@@ -13,8 +13,8 @@ from compiled_engine.context import key_cache, token_slots, value_cache
 from compiled_engine.ops.attention import AttentionLaunch, AttentionSpec
 from compiled_engine.ops.reference import paged_attention
 from compiled_engine.ops.sampling import SamplingBatch, sample
-from tools.gpu_checks.lab import Lab, name_of
-from tools.gpu_checks.report import Outcome, passed_if, skipped
+from gpu_checks.lab import Lab, name_of
+from gpu_checks.report import Outcome, passed_if, skipped
 
 _BLOCK_SIZE = 16
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu_checks.lab import Lab
+from gpu_checks.lab import Lab
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from compiled_engine.context import bind_kv_cache, unbind_kv_cache
 from compiled_engine.engine.core import Engine
 from compiled_engine.errors import StaleGraph
 from compiled_engine.runners.gpu import GpuRunner
-from tools.gpu_checks.lab import Lab, make_prompts, write
-from tools.gpu_checks.report import Outcome, passed_if
+from gpu_checks.lab import Lab, make_prompts, write
+from gpu_checks.report import Outcome, passed_if
 
 _MODES = ("full_decode_only", "full", "full_and_piecewise")
 """Those with graphs that have caches in them."""

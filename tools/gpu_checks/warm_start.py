@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tools.gpu_checks.lab import Lab
-from tools.gpu_checks.report import Outcome, passed_if
+from gpu_checks.lab import Lab
+from gpu_checks.report import Outcome, passed_if
 
-_ROOT = Path(__file__).parents[2]
+_TOOLS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,13 @@ def _start(store: Path, settings: Mapping[str, Any]) -> _Start:
     """Run ``first_token`` in a process whose caches are all in ``store``. Raises ``RuntimeError`` where it fails."""
     caches = {"COMPILED_ENGINE_CACHE": "engine", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     environment = {**os.environ, **{name: str(store / folder) for name, folder in caches.items()}}
+    paths = [str(_TOOLS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     before = _files(store)
     begin = time.perf_counter()
     process = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_checks.first_token", json.dumps(settings)],
-        cwd=_ROOT,
+        [sys.executable, "-m", "gpu_checks.first_token", json.dumps(settings)],
+        cwd=_TOOLS,
         env=environment,
         capture_output=True,
         text=True,

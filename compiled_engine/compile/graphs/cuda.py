@@ -7,6 +7,7 @@ import gc
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -16,14 +17,28 @@ from compiled_engine.context import StaticForwardContext
 from compiled_engine.errors import CaptureError, CompiledEngineError, OutOfMemoryError
 
 
+class CaptureWatcher(Protocol):
+    """Looks on while graphs are captured, for tools. It may read a graph and must not change it."""
+
+    def launched(self, part: GraphPart, name: str) -> None:
+        """The launch ``name`` of ``part`` has just been captured, on the current stream."""
+
+    def captured(self, part: GraphPart, graph: int) -> None:
+        """The capture of ``part`` is over. ``graph``: its ``cudaGraph_t``, which the backend keeps."""
+
+
 class CudaGraphBackend(GraphBackend):
     """Captures on ``device``. Graphs share one pool, so the largest should come first: the others fit into its memory.
 
-    A replay runs on the current stream and does not wait for its end.
+    A replay runs on the current stream and does not wait for its end. With a ``watcher``, each graph is kept beside
+    what is made of it to replay, which takes memory of the host.
     """
 
-    def __init__(self, static_context: StaticForwardContext, device: torch.device) -> None:
+    def __init__(
+        self, static_context: StaticForwardContext, device: torch.device, watcher: CaptureWatcher | None = None
+    ) -> None:
         super().__init__(static_context)
+        self._watcher = watcher
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -41,15 +56,22 @@ class CudaGraphBackend(GraphBackend):
 
         def launch(name: str, launched: Work) -> Sequence[torch.Tensor]:
             names.append(name)
-            return launched() or ()
+            outputs = launched() or ()
+            if self._watcher is not None:
+                self._watcher.launched(part, name)
+            return outputs
 
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self._device)[0]
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if self._watcher is None else torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with _collector_held(), torch.cuda.stream(self._stream):
                 outputs = self._record(graph, work, launch)
+                if self._watcher is not None:
+                    # A graph that is kept is not made ready to replay at the end of its capture.
+                    graph.instantiate()
+                    self._watcher.captured(part, graph.raw_cuda_graph())
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_memory(part, names, error) from error
         except CompiledEngineError:

@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_engine.compile.graphs.backend import Captured, CapturedWork, GraphBackend, GraphPart
-from compiled_engine.compile.launch import Work
+from compiled_engine.compile.launch import Launch, Work, launch_now
+from compiled_engine.context import StaticForwardContext
 from compiled_engine.errors import CaptureError
 
 # What makes no numbers: it may run between launches.
@@ -29,13 +30,20 @@ class _Launch:
     work: Work
     results: tuple[torch.Tensor, ...]
 
-    def run(self) -> None:
-        for recorded, new in zip(self.results, self.work() or (), strict=True):
+    def run(self, launch: Launch) -> None:
+        for recorded, new in zip(self.results, launch(self.name, self.work), strict=True):
             recorded.copy_(new)
 
 
 class RecordingBackend(GraphBackend):
-    """Records the launches of work and does them again, each into the tensors of its first time."""
+    """Records the launches of work and does them again, each into the tensors of its first time.
+
+    ``replay_launch`` runs every launch of a replay: who debugs puts one here that also looks.
+    """
+
+    def __init__(self, static_context: StaticForwardContext) -> None:
+        super().__init__(static_context)
+        self.replay_launch: Launch = launch_now
 
     def _capture(self, part: GraphPart, work: CapturedWork) -> Captured:
         launches: list[_Launch] = []
@@ -59,7 +67,7 @@ class RecordingBackend(GraphBackend):
     def _replay(self, graph: object) -> None:
         launches: tuple[_Launch, ...] = graph  # type: ignore[assignment]
         for launch in launches:
-            launch.run()
+            launch.run(self.replay_launch)
 
 
 class _NothingOutsideLaunches(TorchDispatchMode):

@@ -26,8 +26,10 @@ PART = GraphPart(GraphKey(GraphKind.FULL, 4, 4, 1, 64, 1))
 class FakeGraph:
     """As much of ``torch.cuda.CUDAGraph`` as is called. Like it, it cannot end a capture that has failed."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, keep_graph: bool) -> None:
         self._cuda = cuda
+        self.keeps_graph = keep_graph
+        self.is_ready = False
         self.replays = 0
 
     def capture_begin(self, **options: Any) -> None:
@@ -36,7 +38,17 @@ class FakeGraph:
     def capture_end(self) -> None:
         if self._cuda.invalidated:
             raise RuntimeError("operation failed due to a previous error during capture")
+        if not self.keeps_graph:
+            self.instantiate()
+
+    def instantiate(self) -> None:
+        self.is_ready = True
         self._cuda.free -= 700
+
+    def raw_cuda_graph(self) -> int:
+        if not self.keeps_graph:
+            raise RuntimeError("You cannot access the raw graph unless it was made with keep_graph")
+        return 1000 + self._cuda.graphs.index(self)
 
     def replay(self) -> None:
         self.replays += 1
@@ -64,8 +76,8 @@ class FakeCuda:
         self.pools += 1
         return self.pools
 
-    def graph(self) -> FakeGraph:
-        self.graphs.append(FakeGraph(self))
+    def graph(self, keep_graph: bool = False) -> FakeGraph:
+        self.graphs.append(FakeGraph(self, keep_graph))
         return self.graphs[-1]
 
     @contextmanager
@@ -101,11 +113,51 @@ def test_graphs_share_a_pool_and_a_stream_and_hold_the_collector(cuda: FakeCuda,
     )
     assert gc.isenabled()
     assert (record.launches, record.num_bytes) == (("double",), 700)
+    assert not any(graph.keeps_graph for graph in cuda.graphs)
     backend.replay(other, dict)
     assert [graph.replays for graph in cuda.graphs] == [0, 1]
     assert backend.outputs(PART)[0].tolist() == [2, 2]
     backend.cleanup()
     assert cuda.pools == 2, "a pool is never used after its graphs are gone"
+
+
+class Watcher:
+    """Notes what it is told, and on which stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.seen: list[tuple[object, ...]] = []
+
+    def launched(self, part: GraphPart, name: str) -> None:
+        self.seen.append((part, name, self._cuda.current_stream))
+
+    def captured(self, part: GraphPart, graph: int) -> None:
+        self.seen.append((part, graph))
+
+
+def test_a_watcher_sees_every_launch_and_the_graph(cuda: FakeCuda) -> None:
+    watcher = Watcher(cuda)
+    backend = CudaGraphBackend(StaticForwardContext(), torch.device("cuda:1"), watcher)
+    other = GraphPart(PART.key, 2)
+
+    def twice(launch: Launch) -> Sequence[torch.Tensor]:
+        launch("first", lambda: watcher.seen.append(("now", "first")))  # type: ignore[func-returns-value]
+        return double(launch)
+
+    record = backend.capture_one(PART, twice, {})
+    backend.capture_one(other, double, {})
+    stream = "stream of cuda:1"
+    assert watcher.seen == [
+        ("now", "first"),
+        (PART, "first", stream),
+        (PART, "double", stream),
+        (PART, 1000),
+        (other, "double", stream),
+        (other, 1001),
+    ]
+    assert all(graph.is_ready for graph in cuda.graphs)
+    assert record.num_bytes == 700
+    assert backend.outputs(PART)[0].tolist() == [2, 2]
 
 
 def fail(launch: Launch) -> Sequence[torch.Tensor]:
