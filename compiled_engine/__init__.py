@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.threads import limit_spinning
+from compiled_engine.version import __version__
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from compiled_engine.engine.sampling_params import SamplingParams
     from compiled_engine.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 limit_spinning()

@@ -173,6 +173,11 @@ class EngineConfig:
         "(an error that names it) or warn.",
         "raise",
     )
+    record: str | None = _doc(
+        "Record the start, every step and every compilation, never prompts or tokens: memory keeps the last steps, "
+        "anything else names a file of JSON lines, which is replaced; see compiled-engine-debug. None: nothing.",
+        None,
+    )
     seed: int = _doc("Seed of requests that bring none of their own.", 0)
     num_threads: int | None = _doc("CPU threads of the kernels. None: the cores this process may use.", None)
 
@@ -196,6 +201,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: give True or False")
         if self.graphs is not None and (not isinstance(self.graphs, str) or not self.graphs):
             raise ConfigError(f"graphs is {self.graphs!r}: give a folder as text")
+        if self.record is not None and (not isinstance(self.record, str) or not self.record):
+            raise ConfigError(f"record is {self.record!r}: give a file as text, or 'memory'")
         if self.require_precompiled and not self.store and self.graphs is None:
             raise ConfigError("require_precompiled needs a place to find graphs in: leave store on, or set graphs")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

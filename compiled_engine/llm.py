@@ -7,6 +7,7 @@ import difflib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,9 +22,11 @@ from compiled_engine.engine.sampling_params import SamplingParams
 from compiled_engine.errors import ConfigError, EngineStateError, ModelError
 
 if TYPE_CHECKING:
+    from compiled_engine.compile.recorder import Recorder
     from compiled_engine.engine.core import Engine
     from compiled_engine.engine.prompts import Prompt
     from compiled_engine.engine.tokenizer import Message, Tokenizer
+    from compiled_engine.runners.base import RunnerLimits
 
 _REFRESH_SECONDS = 0.5
 
@@ -39,6 +42,7 @@ class LLM:
     ``EngineConfig`` (``EngineConfig.explain()`` describes them). Raises ``ConfigError`` for a setting that cannot work
     and ``ModelError`` for a model that cannot be used.
 
+    ``recorder`` has what the setting ``record`` asks to keep, else it is None.
     ``ledger`` tells how long each phase took from the start of the process to the first token: ``print(llm.ledger)``.
 
     One call at a time: a call from a second thread while one is running raises ``EngineStateError``.
@@ -49,8 +53,15 @@ class LLM:
         self.ledger.add("before the engine", self.ledger.now, start=0.0, note="start of the process to LLM()")
         self.config: EngineConfig = _make_config(model, config)
         with self.ledger.phase("imports"):
+            from compiled_engine.compile.recorder import recorder_for
             from compiled_engine.engine.core import Engine
-        self._use(Engine.from_config(self.config, self.ledger))
+        recorder = recorder_for(self.config, self.ledger)
+        try:
+            self._use(Engine.from_config(self.config, self.ledger, recorder))
+        except BaseException:
+            if recorder is not None:
+                recorder.close()
+            raise
 
     @classmethod
     def from_engine(cls, engine: Engine, config: EngineConfig | None = None, ledger: Ledger | None = None) -> LLM:
@@ -66,6 +77,10 @@ class LLM:
 
     def _use(self, engine: Engine) -> None:
         self._engine = engine
+        self.recorder: Recorder | None = engine.recorder
+        if self.recorder is not None:
+            # Completes the file of an LLM that nobody closes.
+            weakref.finalize(self, self.recorder.close)
         self._first_token_noted = False
         self._lock = threading.Lock()
         self._closed = False
@@ -116,6 +131,11 @@ class LLM:
         ]
         return self._answer(adds, use_tqdm)
 
+    @property
+    def limits(self) -> RunnerLimits:
+        """What fits: the longest request, the most in one step, the cache, the vocabulary."""
+        return self._engine.limits
+
     def reset_prefix_cache(self) -> None:
         """Forget the K/V that earlier calls have left in the cache, e.g. to measure without it."""
         self._check_open()
@@ -135,6 +155,8 @@ class LLM:
             with self._exclusively("close"):
                 self._closed = True
                 self._engine.close()
+                if self.recorder is not None:
+                    self.recorder.close()
 
     def __enter__(self) -> LLM:
         self._check_open()

@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
     add_positional_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_engine_options(parser)
+    add_engine_options(parser, leave_out=("record",))
 
 
 def _run(arguments: argparse.Namespace) -> int:

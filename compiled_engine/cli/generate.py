@@ -116,7 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs needs --json: plain text has no place for them")
     check_ledger_file(arguments)
-    prompts = _read_prompts(arguments.prompts)
+    prompts = read_prompts(arguments.prompts)
     with stdout_for_answers_only(), told_on_stderr(not arguments.no_progress), _start(settings) as llm:
         progress = sys.stderr.isatty() and not arguments.no_progress
         if arguments.chat:
@@ -133,7 +133,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return EXIT_REQUEST_ERROR if failed else EXIT_OK
 
 
-def _read_prompts(given: Sequence[str]) -> list[str]:
+def read_prompts(given: Sequence[str]) -> list[str]:
+    """The prompts that ``given`` stands for: see --help. Raises ``ConfigError`` where there is none."""
     if given.count("-") > 1:
         raise ConfigError('"-" stands for all of stdin and can be given only once')
     try:

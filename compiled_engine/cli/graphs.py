@@ -88,7 +88,7 @@ def add_command(commands: Any) -> None:
     action.set_defaults(run=_explain)
     add_positional_model(action, "KEY|MODEL", "a stored key, or the same as --model")
     action.add_argument("--json", action="store_true", help="print JSON, with every component in full")
-    add_engine_options(action, leave_out=("store", "require_precompiled", "on_compile", "piece_compiler"))
+    add_engine_options(action, leave_out=("store", "require_precompiled", "on_compile", "piece_compiler", "record"))
 
     action = _parser(actions, "verify", "Compare every stored file with its checksum.", _VERIFY_EPILOG)
     action.set_defaults(run=_verify)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NO_OPTION = ("model", "seed")
 # Other names of options.
 _ALIASES = {"device": ("--backend",)}
-_METAVARS = {"graphs": "DIR", "on_compile": "ACTION"}
+_METAVARS = {"graphs": "DIR", "on_compile": "ACTION", "record": "FILE"}
 
 
 def add_engine_options(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:

@@ -32,8 +32,9 @@ examples:
   compiled-engine precompile --out bundle && compiled-engine generate --graphs bundle --require-precompiled "Hello"
 """
 
-# They say where a run finds its graphs and what it does without them; and only aoti makes files that can be kept.
-_LEFT_OUT = ("graphs", "store", "require_precompiled", "on_compile", "piece_compiler")
+# They say where a run finds its graphs, what it does without them and what is kept of it; and only aoti makes files
+# that can be kept.
+_LEFT_OUT = ("graphs", "store", "require_precompiled", "on_compile", "piece_compiler", "record")
 
 
 def add_command(commands: Any) -> None:

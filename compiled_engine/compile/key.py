@@ -48,6 +48,7 @@ OPT_OUT: Mapping[str, str] = {
     "on_compile": "what a later compilation leads to",
     "quantization": "how packed weights store their numbers, which their buffers say themselves",
     "num_threads": "kernels and pieces ask for the number of threads when they run",
+    "record": "whether what happens is kept",
     "seed": "sampling is no part of a graph",
 }
 """Fields of ``EngineConfig`` that cannot change a graph, each with the reason. All others enter the key."""

@@ -12,6 +12,7 @@ from compiled_engine.engine.completion import Completion, PromptGroup, error_out
 from compiled_engine.engine.kv_cache_manager import KVCacheManager
 from compiled_engine.engine.outputs import RequestOutput
 from compiled_engine.engine.prompts import ParsedPrompt, Prompt, given_text, parse_chat, parse_prompt
+from compiled_engine.engine.recording import execute_recorded
 from compiled_engine.engine.request import Request, derive_seed
 from compiled_engine.engine.sampling_params import SamplingParams
 from compiled_engine.engine.scheduler import ScheduledTokens, Scheduler
@@ -22,6 +23,7 @@ from compiled_engine.runners.batch import ScheduledBatch
 
 if TYPE_CHECKING:
     from compiled_engine.compile.ledger import Ledger
+    from compiled_engine.compile.recorder import Recorder
     from compiled_engine.config import EngineConfig
     from compiled_engine.runners.base import Runner
 
@@ -44,8 +46,11 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         enable_prefix_caching: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
+        """recorder: is given every step; who made it closes it."""
         self.runner = runner
+        self.recorder = recorder
         self.limits = runner.limits
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < self.limits.vocab_size)
@@ -66,10 +71,10 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def from_config(cls, config: EngineConfig, ledger: Ledger) -> Engine:
+    def from_config(cls, config: EngineConfig, ledger: Ledger, recorder: Recorder | None = None) -> Engine:
         """Find, load and compile the model that ``config`` names. Raises ``ModelError`` or ``ConfigError``.
 
-        ledger: where the phases of the start are noted.
+        ledger: where the phases of the start are noted.   recorder: is told when the engine is ready, and every step.
         """
         with ledger.phase("config and files"):
             from compiled_engine.models import find_model
@@ -85,7 +90,10 @@ class Engine:
             eos_token_ids=eos_token_ids,
             seed=config.seed,
             enable_prefix_caching=config.enable_prefix_caching,
+            recorder=recorder,
         )
+        if recorder is not None:
+            recorder.start(engine.runner.describe())
         # What has been made so far stays: Python's garbage collector need not look through it between steps.
         gc.freeze()
         return engine
@@ -118,6 +126,8 @@ class Engine:
                     "the scheduler found nothing to run although requests are waiting; please report this"
                 )
             finished = self._run(scheduled)
+        if self.recorder is not None and not self._scheduler.has_unfinished():
+            self.recorder.flush()
         rejected, self._rejected = self._rejected, []
         return rejected + finished
 
@@ -216,7 +226,11 @@ class Engine:
 
     def _run(self, scheduled: Sequence[ScheduledTokens]) -> list[RequestOutput]:
         sampling = [self._completions[item.request.request_id] for item in scheduled if item.samples]
-        sampled = self.runner.execute(_make_batch(scheduled, sampling, self.limits.block_size)).sampled
+        batch = _make_batch(scheduled, sampling, self.limits.block_size)
+        if self.recorder is None:
+            sampled = self.runner.execute(batch).sampled
+        else:
+            sampled = execute_recorded(self.runner, batch, self.recorder).sampled
         if len(sampled.token_ids) != len(sampling):
             raise EngineStateError(f"the runner returned {len(sampled.token_ids)} tokens for {len(sampling)} rows")
         self._scheduler.update(scheduled)

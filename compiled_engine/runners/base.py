@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compiled_engine.compile.records import ModelRecord, RunnerRecord
 from compiled_engine.errors import RequestError
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
 
@@ -73,6 +74,13 @@ class Runner(ABC):
     @abstractmethod
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step: compute the K/V of every scheduled token and sample for the rows that ask for it."""
+
+    def describe(self) -> RunnerRecord:
+        """Plan, caches, weights, graphs and memory of a runner that is ready.
+
+        Here of one that tells no more than its limits.
+        """
+        return RunnerRecord(ModelRecord(None, "unknown", self.limits.vocab_size, 0))
 
     @abstractmethod
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from compiled_engine.compile.graphs.keys import GraphKey
+from compiled_engine.compile.records import StepMode
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch
 
 
@@ -51,7 +53,28 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """How one step ran, for those who watch.
+
+    ``num_padded_tokens``: rows of activations.   ``num_padded_requests``: rows of attention's metadata, or of sampling
+    where ``mode`` is "bucket".   ``epoch``: the static forward context's.   ``key``: of the graph or bucket that served
+    the step; None: it ran eagerly, and ``reason`` says why where graphs were captured.
+    """
+
+    num_padded_tokens: int
+    num_padded_requests: int
+    mode: StepMode
+    epoch: int
+    key: GraphKey | str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """Result of one step: row ``i`` belongs to the ``i``-th request of the batch with ``samples`` set."""
+    """Result of one step: row ``i`` belongs to the ``i``-th request of the batch with ``samples`` set.
+
+    ``facts``, which is no part of the result, tells how the step ran; None: the runner does not tell.
+    """
 
     sampled: SampledTokens
+    facts: StepFacts | None = field(default=None, compare=False)

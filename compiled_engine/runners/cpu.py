@@ -10,6 +10,7 @@ import torch
 
 from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.records import RunnerRecord
 from compiled_engine.compile.seal import CompileSeal
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
@@ -26,8 +27,9 @@ from compiled_engine.ops.cpu.build import load_kernels
 from compiled_engine.ops.cpu.sampling import CpuSampler
 from compiled_engine.ops.cpu.threads import CpuThreads
 from compiled_engine.runners.base import Runner, RunnerLimits, describe_cache_groups, log_progress
-from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
+from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepFacts, StepOutput
 from compiled_engine.runners.caches import bind_new_caches, register_attention_layers, scrub_reserved_block
+from compiled_engine.runners.description import cache_records, memory_record, model_record, plan_weight_records
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import load_model
 from compiled_engine.runners.memory import available_memory, size_cache_groups
@@ -56,6 +58,7 @@ class CpuRunner(Runner):
         self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
     ) -> None:
         self.config = config
+        self._files = files
         self.dtype = resolve_dtype(config.dtype, files, config.device_type)
         self.counters = CompileCounters()
         self.static_context = StaticForwardContext()
@@ -97,7 +100,21 @@ class CpuRunner(Runner):
         with self._seal.guard():
             inputs = build_step_inputs(batch.requests, self.config.block_size)
             logits = self._forward(inputs, StepKind.REAL)
-            return StepOutput(self._sampler.sample(logits, batch.sampling))
+            facts = StepFacts(inputs.num_tokens, len(batch.requests), "eager", self.static_context.epoch)
+            return StepOutput(self._sampler.sample(logits, batch.sampling), facts)
+
+    def describe(self) -> RunnerRecord:
+        """See ``Runner.describe``."""
+        plan = self.model.plan
+        weights = plan_weight_records(plan, self.model.weights)
+        caches = cache_records(self.static_context)
+        return RunnerRecord(
+            model=model_record(self._files, self.dtype, plan.vocab_size, len(plan.layers)),
+            plan=plan,
+            caches=caches,
+            weights=weights,
+            memory=memory_record(weights, caches),
+        )
 
     def close(self) -> None:
         """Drop caches and weights. Idempotent."""

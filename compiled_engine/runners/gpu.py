@@ -20,6 +20,7 @@ from compiled_engine.compile.graphs.graphed_model import GraphedModel, StepTenso
 from compiled_engine.compile.graphs.keys import GraphKey, GraphKind, GraphMode, StepShape
 from compiled_engine.compile.graphs.sizes import decode_sizes, token_sizes
 from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.records import RunnerRecord, captured_graph_records
 from compiled_engine.compile.seal import CompileSeal
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
@@ -34,8 +35,15 @@ from compiled_engine.models import ModelFiles, resolve_dtype, resolve_max_model_
 from compiled_engine.ops.attention import AttentionLaunch, PagedAttention
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, greedy_batch
 from compiled_engine.runners.base import Runner, RunnerLimits, describe_cache_groups, log_progress
-from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
+from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepFacts, StepOutput
 from compiled_engine.runners.caches import bind_new_caches, register_attention_layers, scrub_reserved_block
+from compiled_engine.runners.description import (
+    cache_records,
+    key_records,
+    memory_record,
+    model_record,
+    plan_weight_records,
+)
 from compiled_engine.runners.devices import create_device
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs, empty_step_inputs
 from compiled_engine.runners.loading import load_model
@@ -65,6 +73,7 @@ class GpuRunner(Runner):
         self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
     ) -> None:
         self.config = config
+        self._files = files
         self.dtype = resolve_dtype(config.dtype, files, config.device_type)
         self.counters = CompileCounters()
         self.static_context = StaticForwardContext()
@@ -94,9 +103,9 @@ class GpuRunner(Runner):
         model = load_model(config, graphs, files, self.static_context, ledger, self.device.torch_device)
         self.graphed = GraphedModel(model, self.device.graph_backend(self.static_context))
         with ledger.phase("profile") as phase, torch.inference_mode():
-            phase.num_bytes = working_bytes = self._profile(max_model_len)
+            phase.num_bytes = self._working_bytes = self._profile(max_model_len)
         with ledger.phase("KV cache") as phase:
-            free = max(0, self.device.free_memory() - working_bytes)
+            free = max(0, self.device.free_memory() - self._working_bytes)
             most = self.device.default_cache_memory(free)
             cache_groups = size_cache_groups(config, self.static_context, max_model_len, free, most)
             phase.num_bytes = bind_new_caches(self.static_context, cache_groups, self.device.torch_device)
@@ -135,14 +144,37 @@ class GpuRunner(Runner):
         with self._seal.guard():
             inputs = build_step_inputs(batch.requests, self.config.block_size)
             shape = shape_of(inputs)
-            key = self.decide(shape).key
+            decision = self.decide(shape)
+            key, facts = decision.key, self._facts(shape, decision)
             if key is not None and key.kind is GraphKind.FULL:
-                return StepOutput(self._replay_full(key, inputs, batch.sampling))
-            return StepOutput(self._run_with_eager_attention(key, inputs, shape, batch.sampling))
+                return StepOutput(self._replay_full(key, inputs, batch.sampling), facts)
+            return StepOutput(self._run_with_eager_attention(key, inputs, shape, batch.sampling), facts)
 
     def decide(self, shape: StepShape) -> Decision:
         """The graph that serves a step, or why none does."""
         return self.dispatcher.dispatch(shape)
+
+    def describe(self) -> RunnerRecord:
+        """See ``Runner.describe``."""
+        model, plan, rows = self._model().model, self._model().model.plan, self.config.max_num_seqs
+        weights, caches = plan_weight_records(plan, model.weights), cache_records(self.static_context)
+        kernels = {**self.attention.workspaces(), **self.sampler.workspaces(rows), **self.sampler.outputs(rows)}
+        return RunnerRecord(
+            model=model_record(self._files, self.dtype, plan.vocab_size, len(plan.layers)),
+            plan=plan,
+            caches=caches,
+            weights=weights,
+            graphs=captured_graph_records(self.graph_records),
+            keys=key_records(self.dispatcher.keys()),
+            memory=memory_record(
+                weights,
+                caches,
+                graphs=sum(record.num_bytes for record in self.graph_records),
+                workspaces=[*self.buffers.tensors(), *kernels.values()],
+                estimated_working=self._working_bytes,
+                device=self.device.torch_device,
+            ),
+        )
 
     def close(self) -> None:
         """Drop graphs, caches and weights. Idempotent."""
@@ -160,6 +192,14 @@ class GpuRunner(Runner):
         if self.graphed is None:
             raise ContextStateError("the runner is closed")
         return self.graphed
+
+    def _facts(self, shape: StepShape, decision: Decision) -> StepFacts:
+        key, epoch = decision.key, self.static_context.epoch
+        if key is None:
+            return StepFacts(shape.num_tokens, shape.num_requests, "eager", epoch, reason=decision.reason)
+        # Attention runs outside piecewise graphs, on the requests that are there.
+        num_requests = key.num_padded_requests if key.kind is GraphKind.FULL else shape.num_requests
+        return StepFacts(key.num_padded_tokens, num_requests, key.kind.value, epoch, key)
 
     def _replay_full(self, key: GraphKey, inputs: StepInputs, sampling: SamplingBatch) -> SampledTokens:
         self.device.prepare_step(key.num_padded_tokens)

@@ -101,6 +101,11 @@ class StepBuffers:
         self.block_tables = [PersistentTensor([max_requests, max_blocks], torch.int32, device) for _ in groups]
         self.slot_mappings = [PersistentTensor([max_tokens], torch.int64, device) for _ in groups]
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, on the device."""
+        rows = (self.input_ids, self.positions, self.logits_indices, self.query_start_loc, self.seq_lens)
+        return tuple(buffer.tensor for buffer in (*rows, *self.block_tables, *self.slot_mappings))
+
     def stage(self, inputs: StepInputs, padding: Padding) -> StagedStep:
         """Write ``inputs``, and padding up to the sizes of ``padding``: every row that the step's graph reads is
         rewritten, so that nothing of an earlier step is left in one."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from compiled_engine.compile.ledger import Ledger
+from compiled_engine.compile.records import KeyRecord, RunnerRecord
 from compiled_engine.config import EngineConfig
 from compiled_engine.context import (
     CacheGeometry,
@@ -32,11 +34,12 @@ from compiled_engine.ops.by_value import ByValueAttention, ByValueLayer, GatherA
 from compiled_engine.ops.ragged import RaggedAttention, ragged_kernel_refusal
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, greedy_batch
 from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits, describe_cache_groups, log_progress
-from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepOutput
-from compiled_engine.runners.bucketed_model import BucketedModel
+from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepFacts, StepOutput
+from compiled_engine.runners.bucketed_model import BucketedModel, compile_by_rows
 from compiled_engine.runners.bucketed_sampler import BucketedSampler
 from compiled_engine.runners.buckets import request_buckets, token_buckets
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
+from compiled_engine.runners.description import cache_records, memory_record, model_record, module_weight_records
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import load_module
 from compiled_engine.runners.memory import size_cache_groups
@@ -67,6 +70,7 @@ class TpuRunner(Runner):
         platform: XlaPlatform | None = None,
     ) -> None:
         self.config = config
+        self._files = files
         self.kv_caches: list[torch.Tensor] = []
         self.static_context = StaticForwardContext()
         self._progress = progress or log_progress
@@ -91,9 +95,10 @@ class TpuRunner(Runner):
         register_attention_layers(self.static_context, definition.layers, config.block_size, self.dtype, ByValueLayer)
         self.attention = self._attention(definition.layers, max_model_len)
         load_module(definition, files, ledger, self.platform.to_device)
+        self._weights = module_weight_records(definition.module)
         layers = {spec.layer_name: self._layer(spec.layer_name) for spec in definition.layers}
         self.model = BucketedModel(ByValueModel(definition, layers, self.attention), self.platform)
-        self.sampler = BucketedSampler(self.platform.compile, definition.vocab_size)
+        self.sampler = BucketedSampler(partial(compile_by_rows, self.platform), definition.vocab_size)
         with ledger.phase("profile") as phase:
             phase.num_bytes = working_bytes = self._profile(definition.layers)
         with ledger.phase("KV cache") as phase:
@@ -127,15 +132,32 @@ class TpuRunner(Runner):
         num_rows = len(batch.sampling.num_logprobs)
         num_padded_tokens = self.token_buckets.fit(batch.num_scheduled_tokens)
         num_padded_rows = self.request_buckets.fit(num_rows) if num_rows else 0
-        bucket = f"{num_padded_tokens} tokens, {num_padded_rows} rows"
+        bucket = _bucket_name(num_padded_tokens, num_padded_rows)
         shapes = f"{batch.num_scheduled_tokens} tokens of {len(batch.requests)} requests, {num_rows} sampled rows"
+        facts = StepFacts(num_padded_tokens, num_padded_rows, "bucket", self.static_context.epoch, bucket)
         with self.sentinel.step(bucket, shapes):
             staged = self._stage(batch.requests, num_padded_tokens, batch.sampling, num_padded_rows)
             hidden_states = self._hidden_states(staged)
             if num_rows == 0:
-                return StepOutput(SampledTokens((), ()))
+                return StepOutput(SampledTokens((), ()), facts)
             logits = self._ready_model().logits(hidden_states, staged.rows)
-            return StepOutput(self.sampler.sample(logits, batch.sampling, staged.sampler_inputs))
+            return StepOutput(self.sampler.sample(logits, batch.sampling, staged.sampler_inputs), facts)
+
+    def describe(self) -> RunnerRecord:
+        """See ``Runner.describe``. There is no plan, and graphs are XLA's own."""
+        caches = cache_records(self.static_context)
+        model = model_record(self._files, self.dtype, self._limits.vocab_size, len(self.static_context))
+        return RunnerRecord(
+            model=model,
+            caches=caches,
+            weights=self._weights,
+            keys=tuple(
+                KeyRecord(_bucket_name(num_tokens, num_rows), num_tokens, num_rows, "bucket")
+                for num_tokens in self.token_buckets.sizes
+                for num_rows in (0, *self._rows_after(num_tokens))
+            ),
+            memory=memory_record(self._weights, caches),
+        )
 
     def close(self) -> None:
         """Drop caches and weights. Idempotent."""
@@ -262,11 +284,17 @@ class TpuRunner(Runner):
             self._progress("compiling buckets", done, total)
             with ledger.phase(f"head and sampling, {num_rows} rows"):
                 (indices,) = self.platform.to_device([torch.zeros(num_rows, dtype=torch.int64)])
-                reaching = [size for size in bodies if self.request_buckets.fit(min(size, rows[-1])) >= num_rows]
+                reaching = [size for size in bodies if num_rows in self._rows_after(size)]
                 logits = [model.logits(hidden_states[size], indices) for size in reaching]
                 self._warm_up_sampler(logits[-1])
             done += 1
         self._progress("compiling buckets", total, total)
+
+    def _rows_after(self, num_tokens: int) -> tuple[int, ...]:
+        """The numbers of rows that can follow a body of ``num_tokens``."""
+        sizes = self.request_buckets.sizes
+        most = self.request_buckets.fit(min(num_tokens, sizes[-1]))
+        return tuple(size for size in sizes if size <= most)
 
     def _warm_up_sampler(self, logits: torch.Tensor) -> None:
         for batch in self.sampler.warm_up_batches(logits.shape[0]):
@@ -284,6 +312,10 @@ class TpuRunner(Runner):
         if not isinstance(layer, ByValueLayer):
             raise ContextStateError(f"layer {name!r} is a {type(layer).__name__}, not a ByValueLayer")
         return layer
+
+
+def _bucket_name(num_tokens: int, num_rows: int) -> str:
+    return f"{num_tokens} tokens, {num_rows} rows"
 
 
 @dataclass(frozen=True)

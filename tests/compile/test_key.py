@@ -47,6 +47,7 @@ OTHER_VALUES = {
     "require_precompiled": True,
     "on_compile": "warn",
     "quantization": "int8",
+    "record": "memory",
     "seed": 5,
     "num_threads": 3,
 }
