@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 # The targets of `make test` run in their order: what fails soon comes first, and timings in tests want the machine.
 .NOTPARALLEL:
-.PHONY: help demo test test-main test-xla xla-environment xla-key lint format bench bench-peers accuracy growth \
+.PHONY: help demo test test-main test-xla browser xla-environment xla-key lint format bench bench-peers accuracy growth \
 	kernels startup clean
 
 # The Python that makes .venv.
@@ -56,14 +56,22 @@ help: ## show this list
 demo: $(VENV)/.installed-demo ## answer a prompt with a real model: make demo PROMPT="..."
 	@$(BIN)/compiled-engine generate --chat --temperature 0 --max-tokens 64 -- "$$PROMPT"
 
-test: lint $(XLA_VENV)/.installed test-main test-xla ## run the checkers and all tests, in both environments
+test: browser lint $(XLA_VENV)/.installed test-main test-xla ## run the checkers and all tests, in both environments
 
-test-main: $(VENV)/.installed-test ## run the tests that need no torch_xla
+test-main: browser $(VENV)/.installed-test ## run the tests that need no torch_xla
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-xla: $(XLA_VENV)/.installed ## run the tests of the TPU runner, on torch_xla's CPU device
 	PJRT_DEVICE=CPU COMPILED_ENGINE_REQUIRE_XLA=1 PYTHONPATH="$(CURDIR)" \
 		$(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(PYTEST_ARGS)
+
+# Tests marked "browser" look at pages in Chromium. Without it they fail, so that is told before anything is installed.
+browser:
+	@case "$(PYTEST_ARGS)" in *"not browser"*) exit 0;; esac; \
+	command -v "$${COMPILED_ENGINE_CHROMIUM:-chromium}" google-chrome >/dev/null || \
+		{ echo "Chromium is missing: some tests look at pages in it. Install it (Debian: apt-get install chromium)," \
+		"name another one in COMPILED_ENGINE_CHROMIUM, or leave these tests out: PYTEST_ARGS=\"-m 'not browser'\"" >&2; \
+		exit 1; }
 
 xla-environment: $(XLA_VENV)/.installed
 
