@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import compiled_engine.models
 import compiled_engine.runners.precompile
 from compiled_engine import cli
+from compiled_engine.cli.common import told_on_stderr
 from compiled_engine.cli.progress import progress_on_stderr
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import CaptureError, ModelError, StoreWriteError
+from compiled_engine.runners.base import log_progress
 from store_models import make_key
 from tiny_models import write_tiny_model
 
@@ -148,6 +151,26 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"compiling pieces +\S+ +3/3", plain)
     assert re.search(r"capturing +\S+ +0/1", plain)
     assert sys.stderr is terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_in_the_log(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a bar for what is told in a row, elsewhere lines; other messages are lines on both."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with told_on_stderr(True):
+        logging.getLogger("compiled_engine.somewhere").info("reading weights")
+        for done in range(3):
+            log_progress("compiling buckets", done, 2)
+        logging.getLogger("compiled_engine.somewhere").info("ready")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert plain.startswith("[compiled-engine] reading weights\n")
+    assert plain.endswith("[compiled-engine] ready\n")
+    assert bool(re.search(r"compiling buckets +\S+ +2/2", plain)) is is_terminal
+    assert ("[compiled-engine] compiling buckets: 2 of 2\n" in plain) is not is_terminal
 
 
 def test_no_progress_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

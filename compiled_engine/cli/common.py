@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from compiled_engine.cli.progress import MessagesAndBars
 from compiled_engine.errors import ConfigError
 
 EXIT_OK, EXIT_REQUEST_ERROR, EXIT_USAGE, EXIT_NO_START, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -36,9 +37,9 @@ def starting(what: str = "the engine could not start") -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_on_stderr(wanted: bool) -> Iterator[None]:
-    """Show what the engine does while it starts, a line each: compiling takes a while."""
+    """Show what the engine does while it starts, a line each, on a terminal with bars: compiling takes a while."""
     logger = logging.getLogger("compiled_engine")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = MessagesAndBars(sys.stderr)
     handler.setFormatter(logging.Formatter("[compiled-engine] %(message)s"))
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO if wanted else logging.WARNING)
@@ -47,6 +48,7 @@ def told_on_stderr(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        handler.end_bars()
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

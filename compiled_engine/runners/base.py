@@ -55,9 +55,9 @@ class RunnerLimits:
 
 
 def log_progress(what: str, done: int, total: int) -> None:
-    """Progress for those who watch the log alone."""
+    """Progress through the log: a line for each step, which carries ``progress`` for handlers that draw a bar."""
     if done < total:
-        logger.info("%s: %d of %d", what, done + 1, total)
+        logger.info("%s: %d of %d", what, done + 1, total, extra={"progress": (what, done, total)})
 
 
 class Runner(ABC):
