@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # The targets of `make test` run in their order: what fails soon comes first, and timings in tests want the machine.
 .NOTPARALLEL:
 .PHONY: help demo test test-main test-xla browser xla-environment xla-key lint format bench bench-peers accuracy growth \
-	kernels startup clean
+	kernels startup recording clean
 
 # The Python that makes .venv.
 PYTHON ?= python3
@@ -110,6 +110,9 @@ kernels: $(VENV)/.installed-demo ## measure the CPU kernels beside the limits of
 
 startup: $(VENV)/.installed-demo ## measure a cold start and warm starts beside importing torch
 	$(BIN)/python benchmarks/startup.py $(BENCH_ARGS)
+
+recording: $(VENV)/.installed-demo ## measure what recording costs a step
+	$(BIN)/python benchmarks/recording.py $(BENCH_ARGS)
 
 clean: ## remove the environments, caches and measurements
 	rm -rf $(VENV) .venv-xla $(VLLM) $(LLAMACPP) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
