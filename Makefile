@@ -80,6 +80,7 @@ xla-key:
 	@set -o pipefail; { \
 		grep -v '^#' $(XLA_CONSTRAINTS) && \
 		sed -n '/^dependencies = /,/^]/p; /^\[project.optional-dependencies]/,/^\[project.scripts]/p' pyproject.toml && \
+		sed -n '/^$$(XLA_VENV)\/.installed:/,/^$$/p' Makefile && \
 		$(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)' && \
 		echo '$(TORCH_INDEX)'; } | sha256sum | cut -c1-16
 

@@ -5,8 +5,10 @@ Each leaves the runner as it was, but for what is in its caches.
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +17,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_watch import watch_compiles
 from compiled_engine.compile.ledger import Ledger
 from compiled_engine.context import CacheGeometry
 from compiled_engine.engine.core import Engine, make_sampling_batch
 from compiled_engine.engine.sampling_params import SamplingParams
-from compiled_engine.errors import CompiledAfterWarmup, RequestError
+from compiled_engine.errors import CompiledAfterWarmup, ContextStateError, RequestError
 from compiled_engine.models import build_definition, find_model
 from compiled_engine.runners.base import Runner
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest
@@ -289,15 +292,35 @@ def check_blocks_out_of_range_are_refused(runner: TpuRunner) -> None:
         runner.execute(ScheduledBatch((request,), make_sampling_batch([])))
 
 
+def check_closing(runner: TpuRunner) -> None:
+    """A runner that was closed, twice, keeps no cache and no weight alive, also not in what Dynamo compiled."""
+    engine = Engine(runner)
+    serve(engine, [[5, 6]], GREEDY)
+    kept = [*runner.kv_caches, *runner.model._model._backbone.parameters()]
+    alive = [weakref.ref(tensor) for tensor in kept]
+    del kept
+    runner.close()
+    runner.close()
+    gc.collect()
+    assert [tensor() for tensor in alive] == [None] * len(alive)
+    engine.add_request([5, 6], GREEDY)
+    with pytest.raises(ContextStateError, match="closed"):
+        engine.step()
+
+
 def check_loading(folder: Path, platform: XlaPlatform, tied: bool) -> None:
     """Weights arrive on the device once each, whole, and tied ones as one tensor."""
     files = find_model(str(folder))
     definition = build_definition(files, torch.float32)
     module = definition.module
     wanted = len({id(tensor) for tensor in (*module.parameters(), *module.buffers())})
-    copied = []
+    copied: list[torch.Tensor] = []
+    on_host: list[StorageWeakRef] = []
 
     def to_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert all(storage.expired() for storage in on_host), "an earlier weight is still on the host"
+        # Vectors are small, and some of them belong to the definition.
+        on_host.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.dim() > 1)
         copied.extend(platform.to_device(tensors))
         return copied[-len(tensors) :]
 

@@ -52,6 +52,7 @@ class InductorPlatform:
     emulated = True
     description = "Inductor on the CPU"
     warm_start = "as Inductor does it"
+    updates_in_place = True
     ragged_paged_attention: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -79,7 +80,7 @@ class InductorPlatform:
     def counts(self) -> ExecutionCounts:
         return ExecutionCounts(self._graphs, 0)
 
-    def free_memory(self) -> int:
+    def free_memory(self, fraction: float) -> int:
         return available_memory()
 
     def buffer_address(self, tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -58,6 +59,7 @@ class Recorder:
         self.compiles: deque[CompileRecord] = deque(maxlen=capacity)
         self.runner: RunnerRecord | None = None
         self.num_steps = 0
+        self._lock = threading.Lock()  # of ``compiles``: they are told of in the threads that compile
         self._config = config
         self._ledger = ledger
         self._zero = time.perf_counter() - ledger.now
@@ -93,7 +95,7 @@ class Recorder:
         """Write what is in memory as a recording of its own. Raises ``ConfigError`` where that cannot be done."""
         lines = _LineFile(Path(path), keep_errors=True)
         try:
-            lines.add(_start_lines(self._header(), self._ledger.phases, self.runner, self.compiles))
+            lines.add(_start_lines(self._header(), self._ledger.phases, self.runner, self._compiles_so_far()))
             lines.add(map(_step_line, self.steps))
             lines.add([_end_line(len(self.steps))])
         finally:
@@ -121,7 +123,7 @@ class Recorder:
         if self._lines is not None:
             phases = self._ledger.phases
             self._num_phases = len(phases)
-            self._lines.add(_start_lines(self._header(), phases, self.runner, self.compiles))
+            self._lines.add(_start_lines(self._header(), phases, self.runner, self._compiles_so_far()))
             self._lines.flush()
 
     def _write_phases(self) -> None:
@@ -129,6 +131,10 @@ class Recorder:
         self._num_phases += len(phases)
         if self._lines is not None:
             self._lines.add(_line("phase", asdict(phase)) for phase in phases)
+
+    def _compiles_so_far(self) -> tuple[CompileRecord, ...]:
+        with self._lock:
+            return tuple(self.compiles)
 
     def _add_compile(self, found: Compilation, begin: float, seconds: float) -> None:
         record = CompileRecord(
@@ -139,7 +145,8 @@ class Recorder:
             seconds=seconds,
             after_warmup=self._started,
         )
-        self.compiles.append(record)
+        with self._lock:
+            self.compiles.append(record)
         if self._lines is not None and self._started:
             self._lines.add([_line("compile", asdict(record))])
 
@@ -261,7 +268,10 @@ class _LineFile:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
-            self._file = None
+            broken, self._file = self._file, None
+            # Closing tries to write what is left, and fails for the same reason.
+            with contextlib.suppress(OSError):
+                broken.close()
             if self._keep_errors:
                 raise ConfigError(self._problem(error)) from error
             logger.warning("%s; recording goes on in memory alone", self._problem(error))

@@ -6,13 +6,14 @@ the zero of the start's ``Ledger``, addresses and sizes are bytes, dtypes are na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from compiled_engine.compile.graphs.backend import GraphRecord
     from compiled_engine.compile.plan import GraphPlan
 
@@ -73,6 +74,14 @@ class WeightRecord:
     dtype: str
     shape: tuple[int, ...]
     address: int | None
+
+    @property
+    def num_bytes_at_address(self) -> int:
+        """What lies at ``address``: of a packed weight its head, while the numbers lie elsewhere."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            return self.num_bytes
+        return min(self.num_bytes, math.prod(self.shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,21 @@ class Engine:
             # The cheap files first: what is wrong with them shows before minutes are spent on compiling.
             tokenizer = Tokenizer.from_folder(files.folder) if (files.folder / "tokenizer.json").is_file() else None
             eos_token_ids = read_eos_token_ids(files.folder)
-        engine = cls(
-            create_runner(config, files, ledger),
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            seed=config.seed,
-            enable_prefix_caching=config.enable_prefix_caching,
-            recorder=recorder,
-        )
-        if recorder is not None:
-            recorder.start(engine.runner.describe())
+        runner = create_runner(config, files, ledger)
+        try:
+            engine = cls(
+                runner,
+                tokenizer=tokenizer,
+                eos_token_ids=eos_token_ids,
+                seed=config.seed,
+                enable_prefix_caching=config.enable_prefix_caching,
+                recorder=recorder,
+            )
+            if recorder is not None:
+                recorder.start(runner.describe())
+        except BaseException:
+            runner.close()
+            raise
         # What has been made so far stays: Python's garbage collector need not look through it between steps.
         gc.freeze()
         return engine

@@ -22,8 +22,8 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 def resolve_dtype(requested: str, files: ModelFiles, device_type: str = "cpu") -> torch.dtype:
     """The arithmetic type that ``requested`` means on ``device_type``: cpu, cuda or tpu.
 
-    ``auto`` is bfloat16 on a GPU. Elsewhere it is float32, except for a checkpoint of 16-bit floats and a CPU with bf16
-    instructions, where it is bfloat16.
+    ``auto`` is bfloat16 on a GPU and a TPU. Elsewhere it is float32, except for a checkpoint of 16-bit floats and a CPU
+    with bf16 instructions, where it is bfloat16.
     Raises ``ConfigError`` for an unknown name.
     """
     if requested in _DTYPES:

@@ -352,10 +352,14 @@ def make_dispatcher(
     """The dispatcher for the graph mode and sizes that ``config`` asks for. Raises ``ConfigError``."""
     seqs, tokens, maximum = config.max_num_seqs, config.max_num_batched_tokens, config.max_graph_size
     most_decodes = seqs if maximum is None else min(maximum, seqs)
+    mode, sizes = GraphMode(config.resolved_graph_mode), token_sizes(tokens, config.graph_sizes, maximum)
+    if mode is GraphMode.FULL_AND_PIECEWISE and sizes[0] == 1 < len(sizes):
+        # A step of one token is a decode step, and the buckets hold sequences of any length.
+        sizes = sizes[1:]
     return Dispatcher(
-        GraphMode(config.resolved_graph_mode),
+        mode,
         decode_sizes(seqs, _at_most(config.graph_sizes, most_decodes), most_decodes),
-        token_sizes(tokens, config.graph_sizes, maximum),
+        sizes,
         seqs,
         max_seq_len_buckets,
         num_kv_splits,

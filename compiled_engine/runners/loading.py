@@ -52,23 +52,44 @@ def load_module(
     ``WeightsError``.
     """
     module = definition.module
-    names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
-    moved: dict[int, torch.Tensor] = {}
+    places: dict[int, list[str]] = {}
+    for path, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        places.setdefault(id(tensor), []).append(path)
+    del tensor
+    num_bytes = 0
     with ledger.phase("weights") as phase, Checkpoint(files) as checkpoint:
         logger.info("reading %.0f MB of weights", checkpoint.num_bytes / 1e6)
-        for path, tensor in [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]:
-            if id(tensor) not in moved:
-                if id(tensor) in names:
-                    checkpoint.read(definition.weight_names[names[id(tensor)]], out=tensor.data)
-                (on_device,) = to_device([tensor.data])
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                moved[id(tensor)] = torch.nn.Parameter(on_device, requires_grad=False) if is_parameter else on_device
-            parent, _, attribute = path.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, moved[id(tensor)])
-        phase.num_bytes = sum(tensor.nbytes for tensor in moved.values())
+        for paths in places.values():
+            num_bytes += _move(module, paths, definition.weight_names, checkpoint, to_device)
+        phase.num_bytes = num_bytes
+
+
+def _move(
+    module: torch.nn.Module,
+    paths: Sequence[str],
+    weight_names: Mapping[str, str],
+    checkpoint: Checkpoint,
+    to_device: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> int:
+    """Fill the one tensor that stands at ``paths`` and replace it by its copy on the device; returns its bytes.
+
+    A tensor without a name in the checkpoint holds what the model computed itself.
+    """
+    parent, _, attribute = paths[0].rpartition(".")
+    tensor = getattr(module.get_submodule(parent), attribute)
+    name = next((path for path in paths if path in weight_names), None)
+    if name is not None:
+        checkpoint.read(weight_names[name], out=tensor.data)
+    (moved,) = to_device([tensor.data])
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=False)
+    for path in paths:
+        parent, _, attribute = path.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, moved)
+    return int(moved.nbytes)
 
 
 class CheckpointWeights:

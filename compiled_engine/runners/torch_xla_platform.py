@@ -21,15 +21,18 @@ _COMPILED_FUNCTIONS_COUNTER = "DynamoExtractCompiledGraph"
 class TorchXlaPlatform:
     """An ``XlaPlatform`` by torch_xla 2.9: a TPU, or with ``PJRT_DEVICE=CPU`` XLA's compiler for the CPU.
 
-    Raises ``ConfigError`` without a TPU unless ``PJRT_DEVICE`` says so: nobody gets the slow one by mistake.
+    torch_xla keeps the tensors that a function was compiled with alive, caches included, until Dynamo forgets the
+    function: see ``forget_compiled``. Raises ``ConfigError`` without a TPU unless ``PJRT_DEVICE`` says so: nobody gets
+    the slow one by mistake.
     """
 
     name = "torch_xla"
+    updates_in_place = True
     warm_start = "torch_xla 2.9 cannot reload compiled graphs (pytorch/xla#9094): every start compiles"
 
     def __init__(self) -> None:
         wanted = os.environ.get("PJRT_DEVICE", "")
-        if wanted.upper() not in ("TPU", "CPU") and not _has_tpu():
+        if wanted not in ("TPU", "CPU") and not _has_tpu():
             # Importing torch_xla sets the variable, and the next attempt must not find it.
             os.environ.pop("PJRT_DEVICE", None)
             if wanted:
@@ -38,10 +41,16 @@ class TorchXlaPlatform:
                 f"device is 'tpu', and this machine has none (PJRT_DEVICE is {wanted!r}). To run XLA on the CPU, for "
                 "tests and debugging, set the environment variable PJRT_DEVICE=CPU; for speed on a CPU use device='cpu'"
             )
-        import torch_xla
-        import torch_xla.core.xla_model
-        import torch_xla.debug.metrics
-        import torch_xla.runtime
+        try:
+            import torch_xla
+            import torch_xla.core.xla_model
+            import torch_xla.debug.metrics
+            import torch_xla.runtime
+        except ImportError as error:
+            raise ConfigError(
+                f"torch_xla does not load beside torch {torch.__version__}, and fits one torch only: see "
+                f"constraints/xla.txt ({error})"
+            ) from error
 
         self._xla = torch_xla
         try:
@@ -79,12 +88,13 @@ class TorchXlaPlatform:
         stray = lazy - (value(_COMPILED_FUNCTIONS_COUNTER) or 0)
         return ExecutionCounts(self._xla.runtime.get_num_cached_compilation_graph(), stray)
 
-    def free_memory(self) -> int:
-        """See ``XlaPlatform``. XLA on the CPU keeps no account, and uses the machine's."""
+    def free_memory(self, fraction: float) -> int:
+        """See ``XlaPlatform``. XLA on the CPU keeps no account: it is what the machine has free."""
         if self.emulated:
             return available_memory()
         usage = self._xla.core.xla_model.get_memory_info(self.device)
-        return int(usage["bytes_limit"]) - int(usage["bytes_used"])
+        most_used = int(usage.get("peak_bytes_used", usage["bytes_used"]))
+        return int(int(usage["bytes_limit"]) * fraction) - most_used
 
     def buffer_address(self, tensor: torch.Tensor) -> int:
         """See ``XlaPlatform``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +34,7 @@ from compiled_engine.ops.ragged import RaggedAttention, ragged_kernel_refusal
 from compiled_engine.ops.sampling import SampledTokens, SamplingBatch, greedy_batch
 from compiled_engine.runners.base import CacheGroupLimits, Runner, RunnerLimits, describe_cache_groups, log_progress
 from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, StepFacts, StepOutput
-from compiled_engine.runners.bucketed_model import BucketedModel, compile_by_rows
+from compiled_engine.runners.bucketed_model import BucketedModel, CompiledFunctions
 from compiled_engine.runners.bucketed_sampler import BucketedSampler
 from compiled_engine.runners.buckets import request_buckets, token_buckets
 from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
@@ -78,6 +77,7 @@ class TpuRunner(Runner):
             self.platform = platform or find_platform()
         logger.info("device tpu: %s", self.platform.description)
         self.sentinel = XlaSentinel(self.platform, config.on_compile)
+        self._functions = CompiledFunctions(self.platform)
         self.model: BucketedModel | None = None
         try:
             self._make_ready(files, ledger)
@@ -97,8 +97,8 @@ class TpuRunner(Runner):
         load_module(definition, files, ledger, self.platform.to_device)
         self._weights = module_weight_records(definition.module)
         layers = {spec.layer_name: self._layer(spec.layer_name) for spec in definition.layers}
-        self.model = BucketedModel(ByValueModel(definition, layers, self.attention), self.platform)
-        self.sampler = BucketedSampler(partial(compile_by_rows, self.platform), definition.vocab_size)
+        self.model = BucketedModel(ByValueModel(definition, layers, self.attention), self._functions)
+        self.sampler = BucketedSampler(self._functions.by_rows, definition.vocab_size)
         with ledger.phase("profile") as phase:
             phase.num_bytes = working_bytes = self._profile(definition.layers)
         with ledger.phase("KV cache") as phase:
@@ -127,9 +127,12 @@ class TpuRunner(Runner):
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """See ``Runner.execute``. Raises ``RequestError`` for a batch of too many tokens or with blocks that the caches
         do not have, and ``CompiledAfterWarmup``."""
+        model = self._ready_model()
         self._limits.check_tokens(batch)
         self._check_blocks(batch)
         num_rows = len(batch.sampling.num_logprobs)
+        if num_rows != (asking := sum(request.samples for request in batch.requests)):
+            raise RequestError(f"{asking} requests of the batch ask for a token, and {num_rows} rows say how to sample")
         num_padded_tokens = self.token_buckets.fit(batch.num_scheduled_tokens)
         num_padded_rows = self.request_buckets.fit(num_rows) if num_rows else 0
         bucket = _bucket_name(num_padded_tokens, num_padded_rows)
@@ -140,7 +143,7 @@ class TpuRunner(Runner):
             hidden_states = self._hidden_states(staged)
             if num_rows == 0:
                 return StepOutput(SampledTokens((), ()), facts)
-            logits = self._ready_model().logits(hidden_states, staged.rows)
+            logits = model.logits(hidden_states, staged.rows)
             return StepOutput(self.sampler.sample(logits, batch.sampling, staged.sampler_inputs), facts)
 
     def describe(self) -> RunnerRecord:
@@ -162,9 +165,11 @@ class TpuRunner(Runner):
     def close(self) -> None:
         """Drop caches and weights. Idempotent."""
         self.sentinel.close()
+        self._functions.close()
         self.static_context.close()
         self.kv_caches.clear()
         self.model = None
+        self.__dict__.pop("sampler", None)
 
     def _stage(
         self, requests: Sequence[ScheduledRequest], num_padded_tokens: int, sampling: SamplingBatch, num_rows: int
@@ -174,7 +179,7 @@ class TpuRunner(Runner):
         # A profile run has no caches to write to, and the list tells.
         by_group = () if is_profile_run(self.kv_caches) else self._attention_inputs(inputs, len(requests))
         rows = torch.zeros(num_rows, dtype=torch.int64)
-        rows[: inputs.num_logits] = inputs.logits_indices[:num_rows]
+        rows[: inputs.num_logits] = inputs.logits_indices
         for_sampler = self.sampler.host_inputs(sampling, num_rows) if num_rows else ()
         parts = [(inputs.input_ids, inputs.positions, rows), for_sampler, *by_group]
         moved = iter(self.platform.to_device([tensor for part in parts for tensor in part]))
@@ -243,19 +248,23 @@ class TpuRunner(Runner):
         if not is_profile_run(self.kv_caches):
             raise ContextStateError("the profile run comes before caches are bound")
         largest = self.token_buckets.sizes[-1]
-        self._hidden_states(self._stage_dummy(largest))
+        hidden_states = self._hidden_states(self._stage_dummy(largest))
+        (rows,) = self.platform.to_device([torch.zeros(self.request_buckets.sizes[-1], dtype=torch.int64)])
+        self._warm_up_sampler(self._ready_model().logits(hidden_states, rows))
         self.platform.wait()
         return max(self.attention.working_bytes(spec, largest) for spec in layers)
 
     def _size_caches(self, max_model_len: int, working_bytes: int) -> tuple[CacheGroupLimits, ...]:
         config = self.config
-        free = self.platform.free_memory() - working_bytes
+        free = self.platform.free_memory(config.gpu_memory_fraction) - working_bytes
         if free <= 0:
             raise OutOfMemoryError(
                 f"attention of {self.token_buckets.sizes[-1]} tokens over {max_model_len} places takes {working_bytes} "
                 f"bytes, more than are free: lower max_num_batched_tokens or max_model_len"
             )
-        most = None if self.platform.emulated else int(free * config.gpu_memory_fraction)
+        if not self.platform.updates_in_place:
+            free //= 2
+        most = None if self.platform.emulated else free
         return size_cache_groups(config, self.static_context, max_model_len, free, most)
 
     def _bind_new_caches(self, cache_groups: Sequence[CacheGroupLimits]) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from content_machine import ContentMachine
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -19,6 +18,7 @@ from compiled_engine.engine.block_pool import BlockPool
 from compiled_engine.engine.kv_cache_manager import KVCacheManager
 from compiled_engine.engine.prefix_index import PrefixBlock
 from compiled_engine.errors import BlockPoolError
+from content_machine import ContentMachine
 
 TestContentOracle = ContentMachine.TestCase
 

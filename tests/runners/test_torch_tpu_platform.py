@@ -139,7 +139,7 @@ def test_what_it_says_of_itself(accelerator: FakeAccelerator) -> None:
     assert platform.device is TPU
     assert platform.ragged_paged_attention is None
     assert "not been seen" in platform.warm_start
-    assert platform.free_memory() == 7 * 2**30
+    assert platform.free_memory(1.0) == 7 * 2**30
     platform.wait()
     assert accelerator.synchronized == [TPU]
 

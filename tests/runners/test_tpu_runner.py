@@ -30,7 +30,7 @@ from compiled_engine.runners.cpu import CpuRunner
 from compiled_engine.runners.platforms import find_platform
 from compiled_engine.runners.tpu import TpuRunner
 from graph_runners import eager_runner
-from oracle import TransformersOracle
+from oracle import TINY_TOLERANCE, TransformersOracle, check_greedy
 from tiny_models import write_tiny_model
 from tpu_runners import SMALLEST, InductorPlatform, new_runner, serve, tokens_of, write_model
 
@@ -81,6 +81,18 @@ def test_texts_are_those_of_transformers(architecture: str, folders: Callable[[s
     tpu_checks.check_texts(runner, oracle)
     tpu_checks.check_cached_prefixes(runner, oracle)
     tpu_checks.check_blocks_out_of_range_are_refused(runner)
+    runner.close()
+
+
+@pytest.mark.slow
+def test_layers_that_read_the_cache_of_another(folders: Callable[[str], Path]) -> None:
+    folder = folders("gemma3n")
+    runner = new_runner(folder, InductorPlatform(QUICK))
+    assert len({id(cache) for cache in runner.kv_caches}) < len(runner.kv_caches)
+    oracle, prompts = TransformersOracle(folder), tpu_checks.make_prompts()
+    expected = [oracle.greedy(prompt, tpu_checks.NEW_TOKENS) for prompt in prompts]
+    found = tokens_of(serve(Engine(runner), prompts, tpu_checks.GREEDY))
+    check_greedy(oracle, prompts, found, expected, TINY_TOLERANCE)
     runner.close()
 
 
@@ -225,23 +237,12 @@ class FaultyPlatform(InductorPlatform):
 
 def test_a_closed_runner_says_so_and_keeps_nothing(folders: Callable[[str], Path]) -> None:
     runner = new_runner(folders("llama"), InductorPlatform("eager"), **SMALLEST)
-    engine = Engine(runner)
-    serve(engine, [[5, 6]], tpu_checks.GREEDY)
-    kept = [*runner.kv_caches, *runner.model._model._backbone.parameters()]
-    alive = [weakref.ref(tensor) for tensor in kept]
-    del kept
-    runner.close()
-    runner.close()
-    gc.collect()
-    assert [tensor() for tensor in alive] == [None] * len(alive)
-    engine.add_request([5, 6], tpu_checks.GREEDY)
-    with pytest.raises(ContextStateError, match="closed"):
-        engine.step()
+    tpu_checks.check_closing(runner)
 
 
 def test_attention_that_fits_no_memory_is_refused(folders: Callable[[str], Path]) -> None:
     platform = InductorPlatform("eager")
-    platform.free_memory = lambda: 1000
+    platform.free_memory = lambda fraction: 1000
     with pytest.raises(
         OutOfMemoryError, match="24 tokens over 96 places .*lower max_num_batched_tokens or max_model_len"
     ):

@@ -152,6 +152,11 @@ def test_without_donation_caches_are_copied(tmp_path: Path) -> None:
     runner.close()
 
 
+def test_a_closed_runner_says_so_and_keeps_nothing(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=1)
+    tpu_checks.check_closing(new_runner(folder, TorchXlaPlatform(), **SMALLEST))
+
+
 def test_rebinding(runner: TpuRunner, expected: CpuRunner) -> None:
     tpu_checks.check_other_caches_are_used(runner)
     tpu_checks.check_a_text_goes_on_in_other_caches(runner, expected)

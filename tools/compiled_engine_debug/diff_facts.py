@@ -154,7 +154,7 @@ class _Places:
             if cache.address is not None and cache.shares_with is None
         ]
         self._weights = [
-            (weight.address, weight.num_bytes, f"the weight {weight.name}")
+            (weight.address, weight.num_bytes_at_address, f"the weight {weight.name}")
             for weight in recording.weights
             if weight.address is not None
         ]
