@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 
 from compiled_engine.cli.progress import MessagesAndBars
-from compiled_engine.errors import ConfigError
+from compiled_engine.errors import CompiledEngineError, ConfigError
 
 EXIT_OK, EXIT_REQUEST_ERROR, EXIT_USAGE, EXIT_NO_START, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -71,3 +73,36 @@ def stdout_for_answers_only() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def run_command(program: str, arguments: argparse.Namespace) -> int:
+    """Call ``arguments.run(arguments)`` and turn what it raises into a message of ``program`` and an exit code."""
+    debug = getattr(arguments, "debug", False)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        return _fail(program, "interrupted", EXIT_INTERRUPTED, debug=False)
+    except BrokenPipeError:
+        # The reader of stdout has gone, as with "| head". Python would complain again when it flushes at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_REQUEST_ERROR
+    except ConfigError as error:
+        return _fail(program, str(error), EXIT_USAGE, debug)
+    except CannotStart as error:
+        return _fail(program, f"{error}: {_describe(error.__cause__)}", EXIT_NO_START, debug)
+    except CompiledEngineError as error:
+        return _fail(program, str(error), EXIT_REQUEST_ERROR, debug)
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, CompiledEngineError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _fail(program: str, message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"{program}: {message}", file=sys.stderr)
+    return code

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from compiled_engine.compile.graphs.backend import GraphRecord
     from compiled_engine.compile.plan import GraphPlan
 
@@ -78,6 +78,8 @@ class WeightRecord:
     @property
     def num_bytes_at_address(self) -> int:
         """What lies at ``address``: of a packed weight its head, while the numbers lie elsewhere."""
+        import torch  # reading help and most recordings needs none of it
+
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             return self.num_bytes

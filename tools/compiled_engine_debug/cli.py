@@ -7,16 +7,11 @@ Results go to stdout, everything else to stderr. Only light modules are imported
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import os
-import sys
-import traceback
 from collections.abc import Sequence
 
 from compiled_engine import __version__
-from compiled_engine.cli.common import CannotStart
-from compiled_engine.errors import CompiledEngineError, ConfigError
+from compiled_engine.cli.common import run_command
 
 COMMANDS = ("record", "report", "audit", "bisect", "padding", "memory", "startup", "diff", "bundle", "replay")
 """Names of the modules in ``compiled_engine_debug.commands``, in the order of ``--help``."""
@@ -32,23 +27,7 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process); returns the exit code."""
-    arguments = build_parser().parse_args(argv)
-    debug = getattr(arguments, "debug", False)
-    try:
-        return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED, debug=False)
-    except BrokenPipeError:
-        # The reader of stdout has gone, as with "| head". Python would complain again when it flushes at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FINDINGS
-    except ConfigError as error:
-        return _fail(str(error), EXIT_USAGE, debug)
-    except CannotStart as error:
-        return _fail(f"{error}: {_describe(error.__cause__)}", EXIT_NO_START, debug)
-    except CompiledEngineError as error:
-        return _fail(str(error), EXIT_FINDINGS, debug)
+    return run_command("compiled-engine-debug", build_parser().parse_args(argv))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,16 +44,3 @@ def build_parser() -> argparse.ArgumentParser:
     for name in COMMANDS:
         importlib.import_module(f"compiled_engine_debug.commands.{name}").add_command(commands)
     return parser
-
-
-def _describe(error: BaseException | None) -> str:
-    if isinstance(error, CompiledEngineError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _fail(message: str, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print(f"compiled-engine-debug: {message}", file=sys.stderr)
-    return code

@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--detectors", metavar="A,B,...", help="look for these only (default: all)")
     parser.add_argument("--strict", action="store_true", help="name graphs that the workload itself did not use")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_engine_options(parser)
+    add_engine_options(parser, leave_out=("record",))
 
 
 def _run(arguments: argparse.Namespace) -> int:
