@@ -26,7 +26,6 @@ from compiled_engine.models import Checkpoint, find_model
 from compiled_engine_debug.bundle import Bundle, BundleError, extract_weights, is_bundle, read_bundle, write_bundle
 from compiled_engine_debug.bundle.regions import Region, RegionMap, regions_of
 from compiled_engine_debug.bundle.scrub import scrub_findings, scrub_text
-from compiled_engine_debug.cli import main
 from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import Recording, read_recording
 from tiny_models import write_tiny_model
@@ -472,56 +471,3 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(recording: Recording, tm
         write_bundle(tmp_path / "b.zip", recording, model_config={"x": "y" * (1 << 20)})
     assert (tmp_path / "b.zip").read_bytes() == b"older"
     assert os.listdir(tmp_path) == ["b.zip"]
-
-
-@pytest.fixture(scope="module")
-def tiny_model(folder: Path) -> Path:
-    """A model with 128 tokens."""
-    return write_tiny_model(folder / "model")
-
-
-@pytest.fixture
-def llama_run(tmp_path: Path) -> Path:
-    """A recording of a model like ``tiny_model``."""
-    recording = write_recording(tmp_path / "run.jsonl", step(0))
-    text = recording.read_text().replace("TinyForCausalLM", "LlamaForCausalLM")
-    recording.write_text(text)
-    return recording
-
-
-def test_the_command_makes_a_bundle(llama_run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = llama_run.parent
-    finding = Finding("address-changed", "it moved", layer=CACHE)
-    (folder / "audit.json").write_text(json.dumps({"findings": [finding.to_json()]}))
-    (folder / "prompts").write_text("Once", encoding="utf-8")
-    arguments = ["bundle", str(llama_run), "-o", str(folder / "b.zip"), "--findings", str(folder / "audit.json")]
-    more = ["--model", str(tiny_model), "--with-weights", "--with-prompts", str(folder / "prompts")]
-
-    assert main([*arguments, *more]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith(f"{folder / 'b.zip'}: 1 steps, ")
-    bundle = read_bundle(folder / "b.zip")
-    assert bundle.findings == (finding,)
-    assert bundle.prompts == "Once"
-    assert bundle.num_weight_files == 1
-    assert bundle.model_config is not None
-    assert bundle.model_config["hidden_size"] == 64
-
-    assert main(arguments) == 0
-    assert "without --model, `replay` cannot run it" in capsys.readouterr().err
-    assert read_bundle(folder / "b.zip").model_config is None
-
-
-def test_the_command_says_what_is_wrong(llama_run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ["-o", str(llama_run.with_name("b.zip"))]
-    other = llama_run.with_name("other.jsonl")
-    other.write_text(llama_run.read_text().replace('"vocab_size": 128', '"vocab_size": 129'))
-
-    assert main(["bundle", str(llama_run), *out, "--with-weights"]) == 2
-    assert "give --model too" in capsys.readouterr().err
-    assert main(["bundle", str(other), *out, "--model", str(tiny_model)]) == 2
-    assert "give the model that was recorded" in capsys.readouterr().err
-    assert main(["bundle", str(llama_run), *out, "--with-prompts", str(tiny_model)]) == 2
-    assert "--with-prompts" in capsys.readouterr().err
-    assert main(["bundle", str(tiny_model / "config.json"), *out]) == 2
-    assert not llama_run.with_name("b.zip").exists()
