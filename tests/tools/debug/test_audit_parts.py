@@ -12,7 +12,7 @@ import torch
 from audited_runners import QUICK, TinyRunners
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_faults import patched
+from planted_faults import cache_rebound, patched
 
 from compiled_engine.compile.graphs import graphed_model
 from compiled_engine.compile.graphs.keys import GraphKey, GraphKind
@@ -182,6 +182,23 @@ def test_a_graph_that_was_not_captured_and_one_that_was_not_declared(runners: Ti
 def test_strict_names_what_the_workload_leaves(runners: TinyRunners) -> None:
     report = audit_runner(runners.gpu("full"), runners.files(), [UnusedGraph(strict=True)], lambda engine: None)
     assert [finding.key for finding in report.findings] == [str(key) for key in runners.subject("full").keys]
+
+
+@pytest.mark.parametrize("names", [["metadata-mismatch"], ["output-kept", "cache-alias"]])
+def test_any_choice_of_detectors_sees_a_step_of_every_graph(runners: TinyRunners, names: list[str]) -> None:
+    alone = audit_runner(runners.gpu("full"), runners.files(), make_detectors(names), lambda engine: None)
+    assert alone.num_steps >= len(runners.subject("full").keys) > 0
+    assert alone.findings == ()
+
+
+def test_a_fault_in_a_step_made_for_a_graph_hides_nothing_found_before(runners: TinyRunners) -> None:
+    runner = runners.gpu("full")
+    layer = next(iter(runner.static_context))
+    detectors = [UnusedGraph(strict=True), *make_detectors(["address-changed"])]
+    with cache_rebound(runner, layer, step=0, quietly=False):
+        report = audit_runner(runner, runners.files(), detectors, lambda engine: None)
+    found = [finding.detector for finding in report.findings]
+    assert found == ["unused-graph"] * len(runners.subject("full").keys) + ["address-changed"]
 
 
 def test_an_error_that_no_detector_explains_goes_on(runners: TinyRunners) -> None:

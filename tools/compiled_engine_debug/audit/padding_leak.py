@@ -166,7 +166,7 @@ def _poison(subject: Subject, live: tuple[set[int], ...]) -> None:
 def _padding_embeddings(subject: Subject, ran: list[_Ran]) -> list[torch.Tensor]:
     """Rows of weights that only padding reads: token 0 of every embedding that is not the head too.
 
-    None if the workload has token 0 itself.
+    Empty if the workload has token 0 itself.
     """
     plan, model = subject.plan, subject.model
     if plan is None or model is None or any(0 in request.token_ids for item in ran for request in item.batch.requests):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from compiled_engine.compile.graphs.keys import GraphKind
+from compiled_engine.compile.graphs.keys import GraphKey, GraphKind
 from compiled_engine.errors import CompiledEngineError
 from compiled_engine.runners.base import Runner, RunnerLimits
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
@@ -27,9 +27,9 @@ class AuditedRunner(Runner):
     """Delegates to the subject's runner and collects ``findings``.
 
     ``detectors`` are asked in their order; the first of them that finds something in a step ends the run with
-    ``AuditStopped``, out of ``execute``. ``stopped``: findings have ended the run, or it must not begin. An error of
-    the step that no detector explains goes on to the caller. Use it as a context manager: on leaving, every probe is
-    taken out again. The inner runner stays open then.
+    ``AuditStopped``, out of ``execute``. ``stopped``: findings have ended the run, or it must not begin. ``used_keys``:
+    of graphs that have served a step. An error of the step that no detector explains goes on to the caller. Use it as a
+    context manager: on leaving, every probe is taken out again. The inner runner stays open then.
     """
 
     def __init__(self, subject: Subject, detectors: Sequence[Detector]) -> None:
@@ -40,6 +40,7 @@ class AuditedRunner(Runner):
         self.findings: list[Finding] = []
         self.num_steps = 0
         self.stopped = False
+        self.used_keys: set[GraphKey] = set()
 
     def __enter__(self) -> AuditedRunner:
         self._probes.enter_context(probed(self._subject, self))
@@ -82,6 +83,8 @@ class AuditedRunner(Runner):
             # A replayed graph leaves its logits in its output.
             num_rows = len(step.output.sampled.token_ids)
             step.logits = subject.gpu.sampler.outputs(max(1, num_rows))["logits"][:num_rows].clone()
+        if key is not None:
+            self.used_keys.add(key)
         self._ask(lambda detector: detector.after_step(subject, step))
         return step.output
 

@@ -88,7 +88,7 @@ def audit_runner(
             engine = Engine(audited, seed=subject.config.seed)
             try:
                 workload(engine)
-                audited.findings += _drive(audited, subject, detectors)
+                _drive(audited, subject, detectors)
                 audited.finish()
             except AuditStopped:
                 logger.info("stopped in step %d: what comes after a fault follows from it", audited.num_steps - 1)
@@ -100,16 +100,15 @@ def audit_runner(
     )
 
 
-def _drive(audited: AuditedRunner, subject: Subject, detectors: Sequence[Detector]) -> list[Finding]:
+def _drive(audited: AuditedRunner, subject: Subject, detectors: Sequence[Detector]) -> None:
     """Make steps for the graphs that the workload has not used."""
-    watch = next((item for item in detectors if isinstance(item, UnusedGraph)), None)
-    if watch is None:
-        return []
-    found = list(watch.workload_findings(subject))
-    for key in watch.unused(subject):
-        for batch in driving_batches(subject, key):
-            audited.execute(batch)
-    return found
+    for watch in detectors:
+        if isinstance(watch, UnusedGraph):
+            audited.findings += watch.workload_findings(subject)
+    for key in subject.keys:
+        if key not in audited.used_keys:
+            for batch in driving_batches(subject, key):
+                audited.execute(batch)
 
 
 def _unstarted(detectors: Sequence[Detector], found: Sequence[Finding], why: str) -> AuditReport:

@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from compiled_engine_debug.audit.session import run_audit
         from compiled_engine_debug.cli import EXIT_FINDINGS, EXIT_OK
 
-        names = None if arguments.detectors is None else arguments.detectors.split(",")
+        names = None if arguments.detectors is None else [name.strip() for name in arguments.detectors.split(",")]
         detectors = make_detectors(names, strict=arguments.strict)
         with starting("the audit could not be done"):
             report = run_audit(config, detectors)
@@ -82,20 +82,15 @@ def audit_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(report: AuditReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from compiled_engine_debug.tables import columns, print_table
 
-    table = Table(title=f"audit of {report.num_steps} steps", title_justify="left")
-    table.add_column("detector", no_wrap=True)
-    table.add_column("looks", justify="right")
-    table.add_column("findings", justify="right")
-    table.add_column("what is compared")
-    for item in report.detectors:
-        looks, text = str(item.looks), item.about
-        if item.skipped is not None:
-            looks, text = "-", f"not checked: {item.skipped}"
-        table.add_row(item.name, looks, str(item.findings), text)
-    console = Console()
-    console.print(table)
+    header = columns("detector", "looks", "findings", "what is compared", right=("looks", "findings"))
+    rows = [
+        (item.name, str(item.looks), str(item.findings), item.about)
+        if item.skipped is None
+        else (item.name, "-", str(item.findings), f"not checked: {item.skipped}")
+        for item in report.detectors
+    ]
+    print_table(f"Audit of {report.num_steps} steps", header, rows)
     for finding in report.findings:
-        console.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+        print(finding)
