@@ -50,7 +50,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Caches of one group. ``shared``: layers that read what another one stores, with this other one."""
+    """Caches of one group and shape, which ``num_layers`` layers read.
+
+    ``shared``: those layers that read what another one stores, with this other one.
+    """
 
     group: int
     num_layers: int
@@ -118,7 +121,7 @@ def report_memory(recording: Recording) -> MemoryReport:
         [(w.name, w.dtype, w.shape) for w in recording.weights],
         [Block(w.address, w.num_bytes) for w in recording.weights],
     )
-    groups, keys, buffers = _groups(recording.caches), _keys(recording.graphs), _buffers(recording.graphs)
+    groups, keys, buffers = cache_groups(recording.caches), _keys(recording.graphs), _buffers(recording.graphs)
     told = recording.memory
     parts = (
         Part("weights", None if told is None else told.weights, sum(item.own_bytes for item in weights)),
@@ -143,6 +146,26 @@ def own_bytes(blocks: Sequence[Block]) -> tuple[int, ...]:
     return tuple(own)
 
 
+def cache_groups(caches: Sequence[CacheRecord]) -> tuple[Group, ...]:
+    """``caches`` by group, shape and dtype, in order of the groups' numbers."""
+    # Without an address, a shared cache is known by what it declares.
+    blocks = [Block(c.address, 0 if c.address is None and c.shares_with else c.num_bytes) for c in caches]
+    alike: dict[tuple[int, tuple[int, ...], str], list[tuple[CacheRecord, int]]] = {}
+    for cache, own in zip(caches, own_bytes(blocks), strict=True):
+        alike.setdefault((cache.group, cache.shape, cache.dtype), []).append((cache, own))
+    return tuple(
+        Group(
+            group=number,
+            num_layers=len(members),
+            shape=shape,
+            dtype=dtype,
+            num_bytes=sum(own for _, own in members),
+            shared=tuple((c.layer, c.shares_with) for c, _ in members if c.shares_with is not None),
+        )
+        for (number, shape, dtype), members in sorted(alike.items(), key=lambda item: item[0][0])
+    )
+
+
 def _tensors(facts: Iterable[tuple[str, str, tuple[int, ...]]], blocks: Sequence[Block]) -> tuple[Tensor, ...]:
     """Largest first; ``facts``: name, dtype and shape of each block."""
     tensors = [
@@ -150,27 +173,6 @@ def _tensors(facts: Iterable[tuple[str, str, tuple[int, ...]]], blocks: Sequence
         for (name, dtype, shape), block, own in zip(facts, blocks, own_bytes(blocks), strict=True)
     ]
     return tuple(sorted(tensors, key=lambda tensor: (-tensor.num_bytes, tensor.name)))
-
-
-def _groups(caches: Sequence[CacheRecord]) -> tuple[Group, ...]:
-    # Without an address, a shared cache is known by what it declares.
-    blocks = [Block(c.address, 0 if c.address is None and c.shares_with else c.num_bytes) for c in caches]
-    owned = own_bytes(blocks)
-    groups = []
-    for number in sorted({cache.group for cache in caches}):
-        members = [(cache, own) for cache, own in zip(caches, owned, strict=True) if cache.group == number]
-        first = members[0][0]
-        groups.append(
-            Group(
-                group=number,
-                num_layers=len(members),
-                shape=first.shape,
-                dtype=first.dtype,
-                num_bytes=sum(own for _, own in members),
-                shared=tuple((c.layer, c.shares_with) for c, _ in members if c.shares_with is not None),
-            )
-        )
-    return tuple(groups)
 
 
 def _keys(graphs: Sequence[CapturedGraphRecord]) -> tuple[KeyGraphs, ...]:

@@ -25,7 +25,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.models import Checkpoint, find_model
 from compiled_engine_debug.bundle import Bundle, BundleError, extract_weights, is_bundle, read_bundle, write_bundle
 from compiled_engine_debug.bundle.regions import Region, RegionMap, regions_of
-from compiled_engine_debug.bundle.scrub import scrub_findings, scrub_text
+from compiled_engine_debug.bundle.scrub import scrub_findings, scrub_model_config, scrub_text
 from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import Recording, read_recording
 from tiny_models import write_tiny_model
@@ -230,10 +230,40 @@ def test_regions_refuse_what_is_in_none() -> None:
         (f"{Path.home()}/a b.py", "a b.py"),
         ("3 of 4 pieces, 7/8 full, s0//2, a / b", "3 of 4 pieces, 7/8 full, s0//2, a / b"),
         ("org/name at https://example.org/a/b", "org/name at https://example.org/a/b"),
+        ("(s0 + 1)//2, x[0]/2, s0 //2", "(s0 + 1)//2, x[0]/2, s0 //2"),
+        ("in file:///home/jane/store/x.so", "in file:x.so"),
+        ("s3://bucket/jane/x.bin, file://host/jane/y", "s3:x.bin, file:y"),
+        (r"\\server\share\jane\x.py:3", "x.py:3"),
+        (r"'\\\\server\\share\\jane\\x'", "'x'"),
+        (r"\\?\C:\Users\jane\x", "x"),
+        ("see ../jane/secret/x.py:3", "see x.py:3"),
+        ("./jane/x", "x"),
+        ("in work/jane/../models/y", "in y"),
+        ("~jane/models/x", "x"),
+        ("/home/Jane Doe/models/secret", "secret"),
+        ("from /home/Jane Doe/models/x to '/srv/Jane Doe/y'", "from x to 'y'"),
+        (r"C:\Users\Jane Doe\x.py:3", "x.py:3"),
+        ("/home/Doe, Jane (old)/x, /home/O'Brien/y", "x, y"),
+        ("/srv/jane:v2/models/x", "x"),
+        ("/srv/jane/a:/srv/jane/b", "a:b"),
+        ("['/srv/jane/a', '/srv/jane/b'], (/srv/jane/c,/srv/jane/d)", "['a', 'b'], (c,d)"),
+        ("at /home/jane, /Users/jane/ or /home/Jane Doe: none", "at ~, ~ or ~: none"),
+        ("/srv/jane/out/ is full", "out is full"),
+        (r"\\server\share\jane\out\ is full", "out is full"),
     ],
 )
 def test_paths_become_their_last_component(text: str, expected: str) -> None:
     assert scrub_text(text) == expected
+
+
+@given(text=st.text("ab ./\\:~'(,C9", max_size=30))
+def test_no_folder_of_a_path_is_left(text: str) -> None:
+    assert "jane/" not in scrub_text(f"/srv/jane/{text}/x")
+
+
+@pytest.mark.parametrize("part", ["/", "/a b", "/a ", "a/", "x ", " b", "a.b-", "a b,", "\\", ":a", "../"])
+def test_long_texts_take_no_time_to_speak_of(part: str) -> None:
+    assert len(scrub_text("/a" + part * 10_000)) <= 2 + len(part) * 10_000
 
 
 def test_addresses_in_findings_become_numbers() -> None:
@@ -250,6 +280,15 @@ def test_addresses_in_findings_become_numbers() -> None:
 
 def test_nothing_private_is_in_a_bundle(tmp_path: Path) -> None:
     private = "/home/ann/secret-project"
+    private_config = {
+        "_name_or_path": private,
+        "auto_map": {"AutoConfig": "x"},
+        "id2label": {"0": "hidden"},
+        "data": [f"{private}/d"],
+        "nested": [{"note": "hidden"}],
+        "adapter": "secret-project",
+        "model_type": "llama",
+    }
     config = EngineConfig(model=f"{private}/weights-7b", graphs=f"{private}/graphs", record=f"{private}/hidden.jsonl")
     records = [
         cache(CACHE, BASE),
@@ -263,15 +302,17 @@ def test_nothing_private_is_in_a_bundle(tmp_path: Path) -> None:
     write_bundle(
         tmp_path / "b.zip",
         read_recording(file),
-        model_config={"_name_or_path": private, "auto_map": {"AutoConfig": "x"}, "data": [f"{private}/d"], "size": 3},
-        findings=[Finding("compile-after-warmup", f"{private}/a.py at {BASE:#x}")],
+        model_config={**private_config, "text_config": private_config, "size": 3},
+        findings=[
+            Finding(f"{private}/a", f"{private}/a.py at {BASE:#x}", 0, *([f"{private}/a"] * 2), 0, f"{private}/a")
+        ],
     )
 
     everything = b"".join(parts(tmp_path / "b.zip").values())
     for secret in ("ann", "secret-project", "hidden", "auto_map", str(BASE), f"{BASE:x}", str(BASE + 9999)):
         assert secret.encode() not in everything
     bundle = read_bundle(tmp_path / "b.zip")
-    assert bundle.model_config == {"data": ["d"], "size": 3}
+    assert bundle.model_config == {"model_type": "llama", "text_config": {"model_type": "llama"}, "size": 3}
     assert bundle.recording.header.config["model"] == "weights-7b"
     assert bundle.recording.compiles[0].what == "f (a.py:1)"
 
@@ -284,6 +325,13 @@ def test_a_bundle_holds_what_was_asked_for(bundle_file: Path, tmp_path: Path) ->
     assert bundle.model_config == {"model_type": "llama", "hidden_size": 64}
     with pytest.raises(BundleError, match="no weights"):
         extract_weights(bundle, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "qwen3"])
+def test_a_models_config_keeps_what_builds_the_model(kind: str, tmp_path: Path) -> None:
+    config = json.loads((write_tiny_model(tmp_path, kind) / "config.json").read_text())
+
+    assert scrub_model_config({**config, "_name_or_path": "/home/jane/m"}) == config
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "40KB"])
@@ -393,6 +441,7 @@ def rewritten(bundle_file: Path, target: Path, part: str, data: bytes) -> Path:
         ("regions.json", b'[{"name": "a"}]', "regions.json"),
         ("regions.json", b"[]", "recording.jsonl: .*no place"),
         ("findings.json", b'[{"detector": "x"}]', "findings.json"),
+        ("findings.json", b'[{"detector": "x", "message": 5}]', "findings.json: .*'message' of a finding is 5"),
         ("model.json", b"[]", "model.json"),
         ("prompts.txt", b"\xff\xfe", "prompts.txt"),
     ],
@@ -468,6 +517,6 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(recording: Recording, tm
         write_bundle(tmp_path / "absent" / "b.zip", recording)
     (tmp_path / "b.zip").write_bytes(b"older")
     with pytest.raises(BundleError, match="more than"):
-        write_bundle(tmp_path / "b.zip", recording, model_config={"x": "y" * (1 << 20)})
+        write_bundle(tmp_path / "b.zip", recording, model_config={"model_type": "y" * (1 << 20)})
     assert (tmp_path / "b.zip").read_bytes() == b"older"
     assert os.listdir(tmp_path) == ["b.zip"]

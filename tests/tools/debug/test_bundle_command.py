@@ -64,4 +64,9 @@ def test_the_command_says_what_is_wrong(llama_run: Path, tiny_model: Path, capsy
     assert main(["bundle", str(llama_run), *out, "--with-prompts", str(tiny_model)]) == 2
     assert "--with-prompts" in capsys.readouterr().err
     assert main(["bundle", str(tiny_model / "config.json"), *out]) == 2
+    capsys.readouterr()
+    wrong = llama_run.with_name("wrong.json")
+    wrong.write_text('[{"detector": "x", "message": 5}]')
+    assert main(["bundle", str(llama_run), *out, "--findings", str(wrong)]) == 2
+    assert "the field 'message' of a finding is 5" in capsys.readouterr().err
     assert not llama_run.with_name("b.zip").exists()

@@ -13,7 +13,7 @@ from made_recordings import binding, cache, graph, weight, write_recording
 
 from compiled_engine.compile.records import MemoryRecord
 from compiled_engine_debug.cli import main
-from compiled_engine_debug.memory import Block, MemoryReport, own_bytes, report_memory
+from compiled_engine_debug.memory import Block, MemoryReport, cache_groups, own_bytes, report_memory
 from compiled_engine_debug.recording import read_recording
 
 MEMORY = MemoryRecord(
@@ -93,6 +93,16 @@ def test_groups(report: MemoryReport) -> None:
     first, second = report.groups
     assert (first.group, first.num_layers, first.num_bytes, first.shared) == (0, 3, 2048, (("c", "b"),))
     assert (second.group, second.num_layers, second.num_bytes, second.shared) == (1, 1, 512, ())
+
+
+def test_caches_of_other_shapes_are_groups_of_their_own() -> None:
+    wide = replace(cache("b", 8192, 2048, group=1), shape=(2, 2, 2))
+    groups = cache_groups([cache("a", 4096, 1024, group=1), wide, cache("c", None, 64, group=0)])
+    assert [(group.group, group.num_layers, group.shape, group.num_bytes) for group in groups] == [
+        (0, 1, cache("c", None, 64).shape, 64),
+        (1, 1, cache("a", None).shape, 1024),
+        (1, 1, (2, 2, 2), 2048),
+    ]
 
 
 def test_graphs_by_key_and_buffers(report: MemoryReport) -> None:

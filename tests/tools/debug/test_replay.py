@@ -281,8 +281,9 @@ def test_what_cannot_be_replayed_says_why(model: Path, tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = bundle_of(tmp_path)
 
-    assert main(["replay", str(bundle.path), "--steps", "0"]) == 2
-    assert "--steps is 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", str(bundle.path), "--steps", "0"])
+    assert "--steps: '0' is no whole number of at least 1" in capsys.readouterr().err
     assert main(["replay", str(bundle.path)]) == 2
     assert "no step was recorded" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "run.jsonl")]) == 2

@@ -26,11 +26,11 @@ from report_lines import (
 
 from compiled_engine import LLM
 from compiled_engine.compile.ledger import format_bytes
-from compiled_engine.errors import ConfigError
+from compiled_engine_debug.bundle import write_bundle
 from compiled_engine_debug.cli import EXIT_OK, EXIT_USAGE, main
+from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import read_recording
 from compiled_engine_debug.report import render_report
-from compiled_engine_debug.report.findings import read_audit
 from graph_runners import GREEDY, SETTINGS
 from tiny_models import write_tiny_model
 
@@ -234,33 +234,13 @@ def test_a_wasteful_key_that_hardly_ran_is_no_finding(tmp_path: Path) -> None:
     )
 
 
-def test_findings_of_an_audit_come_first(tmp_path: Path) -> None:
-    item = {
-        "detector": "slot-mapping",
-        "message": "Slot 57 is another's.",
-        "step": 12,
-        "layer": "model.layers.3",
-        "request": "r1",
-        "slot": 57,
-        "key": None,
-        "node": None,
-    }
-    file = tmp_path / "findings.json"
-    for text in (json.dumps([item]), json.dumps({"findings": [item], "num_steps": 20})):
-        file.write_text(text)
-        page = page_of(tmp_path, recording_lines(12, with_faults=True), audit=read_audit(file))
-        assert detectors(page)[0] == "slot-mapping"
-        assert finding(page, "slot-mapping").endswith("step 12 layer model.layers.3 request r1 slot 57")
+SLOT_FINDING = Finding("slot-mapping", "Slot 57 is another's.", 12, "model.layers.3", "r1", 57)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "17", "[17]", '{"steps": []}', '[{"detector": "x"}]', '[{"detector": "x", "message": "y", "foo": 1}]']
-)
-def test_a_file_that_is_no_audit_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "findings.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"findings\.json"):
-        read_audit(file)
+def test_given_findings_come_first(tmp_path: Path) -> None:
+    page = page_of(tmp_path, recording_lines(12, with_faults=True), found=(SLOT_FINDING,))
+    assert detectors(page)[0] == "slot-mapping"
+    assert finding(page, "slot-mapping").endswith("step 12 layer model.layers.3 request r1 slot 57")
 
 
 def test_nothing_in_a_recording_becomes_markup(tmp_path: Path) -> None:
@@ -322,13 +302,28 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, warm = (write_lines(tmp_path / f"{name}.jsonl", recording_lines(20)) for name in ("run", "warm"))
-    audit, out = tmp_path / "findings.json", tmp_path / "report.html"
-    audit.write_text("[]")
-    assert main(["report", str(run), "--warm", str(warm), "--audit", str(audit), "-o", str(out)]) == EXIT_OK
+    found, out = tmp_path / "findings.json", tmp_path / "report.html"
+    found.write_text(json.dumps({"rungs": [{"findings": [SLOT_FINDING.to_json()]}]}))
+    assert main(["report", str(run), "--warm", str(warm), "--findings", str(found), "-o", str(out)]) == EXIT_OK
     assert "report.html" in capsys.readouterr().err
     page = read_page(out.read_text(encoding="utf-8"))
     assert page.number("data-figure", "num_steps") == 20
     assert len(page.with_attribute("data-start", "warm")) == len(page.with_attribute("data-start", "cold"))
+    assert "slot-mapping" in detectors(page)
+
+
+def test_the_command_shows_a_bundle_with_its_findings(tmp_path: Path) -> None:
+    recording = read_recording(write_lines(tmp_path / "run.jsonl", recording_lines(20)))
+    bundle, out = tmp_path / "b.zip", tmp_path / "report.html"
+    write_bundle(bundle, recording, findings=[SLOT_FINDING])
+    (tmp_path / "none.json").write_text("[]")
+
+    assert main(["report", str(bundle), "--warm", str(bundle), "-o", str(out)]) == EXIT_OK
+    page = read_page(out.read_text(encoding="utf-8"))
+    assert page.number("data-figure", "num_steps") == 20
+    assert "slot-mapping" in detectors(page)
+    assert main(["report", str(bundle), "--findings", str(tmp_path / "none.json"), "-o", str(out)]) == EXIT_OK
+    assert "slot-mapping" not in detectors(read_page(out.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +331,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["missing.jsonl", "-o", "out.html"], "missing.jsonl"),
         (["run.jsonl", "-o", "no/such/folder.html"], "folder.html"),
-        (["run.jsonl", "-o", "out.html", "--audit", "gone.json"], "gone.json"),
+        (["run.jsonl", "-o", "out.html", "--findings", "gone.json"], "gone.json"),
         (["run.jsonl", "-o", "out.html", "--warm", "cold.jsonl"], "cold.jsonl"),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 from report_lines import Line, recording_lines, write_lines
 
+from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import read_recording
 from compiled_engine_debug.report import render_report
-from compiled_engine_debug.report.findings import read_audit
 
 pytestmark = pytest.mark.browser
 
@@ -32,7 +32,7 @@ WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 SECTIONS = ["findings", "start-up", "model", "bindings", "steps", "keys", "compiles", "memory"]
 LONG_NAME = "a_name_that_is_longer_than_a_narrow_screen_is_wide_and_has_no_space_and_no_hyphen_anywhere"
-AUDIT = '[{"detector": "slot-mapping", "message": "Slot 57 is another request\'s.", "step": 12, "slot": 57}]'
+FOUND = (Finding("slot-mapping", "Slot 57 is another request's.", step=12, slot=57),)
 
 # The contrast of each text with what is painted behind it (WCAG 2.2, 1.4.3), and the texts that have too little.
 CONTRAST = """() => {
@@ -106,13 +106,12 @@ def lines() -> list[Line]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory, lines: list[Line]) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "findings.json").write_text(AUDIT)
     run, warm = (
         read_recording(write_lines(folder / name, content))
         for name, content in (("run.jsonl", lines), ("warm.jsonl", recording_lines(9, compiling=0.2)))
     )
     file = folder / "report.html"
-    file.write_text(render_report(run, warm, read_audit(folder / "findings.json")), encoding="utf-8")
+    file.write_text(render_report(run, warm, FOUND), encoding="utf-8")
     return file
 
 

@@ -25,7 +25,7 @@ from compiled_engine_debug.bundle.archive import (
 )
 from compiled_engine_debug.bundle.lines import with_addresses
 from compiled_engine_debug.bundle.regions import Region, RegionMap
-from compiled_engine_debug.findings import Finding
+from compiled_engine_debug.findings import Finding, findings_from_json
 from compiled_engine_debug.recording import Recording, RecordingError, read_recording
 
 _ZIP_START = b"PK"
@@ -141,7 +141,7 @@ def _findings(reader: ArchiveReader) -> tuple[Finding, ...] | None:
     if FINDINGS not in reader.parts:
         return None
     with damage_named(reader.path, FINDINGS):
-        return tuple(Finding(**item) for item in json.loads(reader.read(FINDINGS)))
+        return findings_from_json(json.loads(reader.read(FINDINGS)))
 
 
 def _prompts(reader: ArchiveReader) -> str | None:

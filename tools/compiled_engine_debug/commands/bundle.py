@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _EPILOG = """\
 The file holds the recording, the model's config and the findings, with every address as a region of memory and an
 offset, and with the last component of every path. It holds no prompt, no token and no weight that was not asked for.
-`replay` and `diff` read it.
+Of the model's config it keeps numbers, and text only in settings that name classes, functions and kinds. `replay` runs
+it again; `report`, `diff`, `padding`, `memory` and `startup` read it as they read a recording.
 
 examples:
   compiled-engine-debug bundle run.jsonl -o report.zip --model path/to/model --findings audit.json
@@ -40,7 +41,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("recording", metavar="RECORDING", type=Path, help="what `record`, or record=FILE, wrote")
     parser.add_argument("-o", "--out", required=True, metavar="ZIP", type=Path, help="the bundle, which is replaced")
     parser.add_argument("--model", metavar="MODEL", help="the recorded model, whose config `replay` needs")
-    parser.add_argument("--findings", metavar="JSON", type=Path, help="what `audit --json` printed")
+    parser.add_argument(
+        "--findings", metavar="JSON", type=Path, help="what `audit --json` printed or `bisect --json` wrote"
+    )
     parser.add_argument("--with-weights", action="store_true", help="put the weights of --model in")
     parser.add_argument("--with-prompts", metavar="FILE", type=Path, help="put this text file in")
     add_debug_option(parser)
@@ -49,15 +52,13 @@ def add_command(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from compiled_engine.models import find_model
     from compiled_engine_debug.bundle import write_bundle
+    from compiled_engine_debug.findings import read_findings
     from compiled_engine_debug.recording import read_recording
-    from compiled_engine_debug.report.findings import read_audit
 
     if arguments.with_weights and arguments.model is None:
         raise ConfigError("--with-weights puts the weights of --model in: give --model too")
     recording = read_recording(arguments.recording)
-    findings = None
-    if arguments.findings is not None:
-        findings = [card.finding for card in read_audit(arguments.findings)]
+    findings = None if arguments.findings is None else read_findings(arguments.findings)
     files = None if arguments.model is None else find_model(arguments.model)
     write_bundle(
         arguments.out,

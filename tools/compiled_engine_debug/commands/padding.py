@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_engine.cli.common import EXIT_OK
 from compiled_engine.errors import ConfigError
+from compiled_engine_debug.arguments import positive_number
 
 if TYPE_CHECKING:
     from compiled_engine_debug.capture_sizes import Mismatch, Replayed, SizeOption
@@ -45,9 +46,11 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
     parser.add_argument("file", type=Path, metavar="FILE", help="a recording or a bundle")
     parser.add_argument(
-        "--sizes", type=_number, metavar="N", help="propose so many sizes (default: as many as were captured)"
+        "--sizes", type=positive_number, metavar="N", help="propose so many sizes (default: as many as were captured)"
     )
-    parser.add_argument("--max", type=_number, metavar="N", help="propose no larger size; larger steps run eagerly")
+    parser.add_argument(
+        "--max", type=positive_number, metavar="N", help="propose no larger size; larger steps run eagerly"
+    )
     parser.add_argument(
         "--list", type=_numbers, action="append", default=[], metavar="N,N,...", help="replay this list too"
     )
@@ -150,13 +153,6 @@ def _check_lists(option: SizeOption, lists: Sequence[tuple[int, ...]]) -> None:
             )
 
 
-def _number(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return number
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     """Distinct numbers, ascending."""
-    return tuple(sorted({_number(part) for part in text.split(",")}))
+    return tuple(sorted({positive_number(part) for part in text.split(",")}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_engine.cli.common import EXIT_OK, starting, stdout_for_answers_only, told_on_stderr
 from compiled_engine.cli.options import add_engine_options, engine_settings
-from compiled_engine.errors import ConfigError
+from compiled_engine_debug.arguments import positive_number
 
 if TYPE_CHECKING:
     from compiled_engine_debug.replay import ReplayReport
@@ -43,15 +43,13 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(run=_run)
     parser.add_argument("bundle", metavar="ZIP", type=Path, help="what `bundle` wrote")
-    parser.add_argument("--steps", type=int, metavar="N", help="run the first N recorded steps only")
+    parser.add_argument("--steps", type=positive_number, metavar="N", help="run the first N recorded steps only")
     parser.add_argument("--replay-seed", type=int, default=0, metavar="N", help="of weights and tokens (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_engine_options(parser, leave_out=("model", "record", "graphs", "require_precompiled", "dtype"))
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.steps is not None and arguments.steps < 1:
-        raise ConfigError(f"--steps is {arguments.steps}: give at least 1")
     with stdout_for_answers_only(), told_on_stderr(True):
         from compiled_engine_debug.bundle import read_bundle
         from compiled_engine_debug.cli import EXIT_FINDINGS

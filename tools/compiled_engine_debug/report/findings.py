@@ -1,17 +1,14 @@
-"""Findings at the top of the page: those of an audit, and what a recording shows by itself."""
+"""Findings at the top of the page: those that other tools found, and what a recording shows by itself."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from compiled_engine.compile.graphs.bindings import Role
-from compiled_engine.errors import ConfigError
 from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import Recording
 from compiled_engine_debug.report.bindings import graph_name, moved_bindings
@@ -43,17 +40,9 @@ class Card:
         return tuple((name, str(value)) for name, value in found if value is not None)
 
 
-def read_audit(path: Path) -> tuple[Card, ...]:
-    """The findings that ``audit --json`` wrote to ``path``, in its order. Raises ``ConfigError`` for another file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        items = data["findings"] if isinstance(data, dict) else data
-        return tuple(Card(PROBLEM, Finding(**item)) for item in items)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: give the file that audit --json wrote") from error
-    except (ValueError, TypeError, KeyError) as error:
-        problem = f"these are no findings of an audit ({type(error).__name__}: {error})"
-        raise ConfigError(f"{path}: {problem}: give the file that audit --json wrote") from error
+def given_findings(findings: Iterable[Finding]) -> tuple[Card, ...]:
+    """Those of an audit or a bisection, in their order; each is a problem."""
+    return tuple(Card(PROBLEM, finding) for finding in findings)
 
 
 def own_findings(recording: Recording, uses: Sequence[KeyUse]) -> tuple[Card, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from compiled_engine_debug.memory import Group, cache_groups
 from compiled_engine_debug.recording import Recording
 
 _SHOWN_WEIGHTS = 10
@@ -21,25 +21,13 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class CacheGroup:
-    """The caches of one group: ``num_layers`` layers own one, ``num_sharing`` read another's."""
-
-    group: int
-    shape: tuple[int, ...]
-    dtype: str
-    num_layers: int
-    num_sharing: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class MemoryUse:
     """``parts`` add up to ``total``; ``others`` are measured otherwise. ``largest``: weights, by name and bytes."""
 
     parts: tuple[Amount, ...]
     total: int
     others: tuple[tuple[str, str, int | None], ...]
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[Group, ...]
     largest: tuple[tuple[str, int, str], ...]
     num_weights: int
 
@@ -68,18 +56,7 @@ def memory_use(recording: Recording) -> MemoryUse | None:
             ("resident", "resident in this process", memory.resident),
             ("device_allocated", "allocated on the device by torch", memory.device_allocated),
         ),
-        groups=tuple(_groups(recording)),
+        groups=cache_groups(recording.caches),
         largest=tuple((weight.name, weight.num_bytes, weight.dtype) for weight in largest),
         num_weights=len(recording.weights),
     )
-
-
-def _groups(recording: Recording) -> Iterator[CacheGroup]:
-    alike: dict[tuple[int, tuple[int, ...], str], list[tuple[bool, int]]] = {}
-    for cache in recording.caches:
-        members = alike.setdefault((cache.group, cache.shape, cache.dtype), [])
-        members.append((cache.shares_with is not None, cache.num_bytes))
-    for (group, shape, dtype), members in alike.items():
-        num_sharing = sum(shares for shares, _ in members)
-        owned = sum(num_bytes for shares, num_bytes in members if not shares)
-        yield CacheGroup(group, shape, dtype, len(members) - num_sharing, num_sharing, owned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,8 +10,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from compiled_engine.errors import ConfigError
+from compiled_engine_debug.findings import Finding
 from compiled_engine_debug.recording import Recording
 from compiled_engine_debug.report import bindings, findings, memory_use, strip, summary, text, timeline, waterfall
+from compiled_engine_debug.report.generated import Sources
 from compiled_engine_debug.report.key_use import key_uses
 
 _FILTERS = (
@@ -28,12 +30,15 @@ _ASSETS = files("compiled_engine_debug.report") / "assets"
 
 
 def render_report(
-    recording: Recording, warm: Recording | None = None, audit: Sequence[findings.Card] | None = None
+    recording: Recording,
+    warm: Recording | None = None,
+    found: Sequence[Finding] | None = None,
+    generated: Mapping[str, Sources] | None = None,
 ) -> str:
     """The HTML page of ``recording``: one file that loads nothing from elsewhere.
 
-    ``warm``: a second start to show beside this one's. ``audit``: the findings of an audit, which come first; None
-    where there was none.
+    ``warm``: a second start to show beside this one's. ``found``: the findings of an audit or a bisection, which
+    come first; None where there was none. ``generated``: what ``generated_code`` found, shown with each piece.
     """
     uses = key_uses(recording)
     return (
@@ -42,10 +47,10 @@ def render_report(
         .render(
             facts=summary.facts(recording),
             figures=summary.figures(recording),
-            has_audit=audit is not None,
-            cards=[*(audit or ()), *findings.own_findings(recording, uses)],
+            has_others=found is not None,
+            cards=[*findings.given_findings(found or ()), *findings.own_findings(recording, uses)],
             waterfall=waterfall.waterfall(recording, warm),
-            strip=strip.strip(recording),
+            strip=strip.strip(recording, generated),
             caches=recording.caches,
             bindings=bindings.binding_table(recording),
             timeline=timeline.timeline_of(recording.steps),

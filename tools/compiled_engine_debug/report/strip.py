@@ -12,6 +12,7 @@ from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceSpec, Pi
 from compiled_engine.compile.records import CacheRecord, WeightRecord, dtype_name
 from compiled_engine.ops.attention import AttentionSpec
 from compiled_engine_debug.recording import Recording
+from compiled_engine_debug.report.generated import Sources
 from compiled_engine_debug.report.text import address_text, bytes_text, count_text, shape_text
 
 NUM_COLOURS = 8
@@ -41,7 +42,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Strip:
-    """The strip. ``details``: plain data for the page's script, one item for each block, and code by piece."""
+    """The strip. ``details``: plain data for the page's script, one item for each block, code and generated code by
+    piece.
+    """
 
     kinds: tuple[PieceKind, ...]
     blocks: tuple[Block, ...]
@@ -51,13 +54,14 @@ class Strip:
     details: dict[str, Any]
 
 
-def strip(recording: Recording) -> Strip | None:
-    """The recorded plan; None where there is none."""
-    return None if recording.plan is None else _StripMaker(recording, recording.plan).make()
+def strip(recording: Recording, generated: Mapping[str, Sources] | None = None) -> Strip | None:
+    """The recorded plan; None where there is none. ``generated``: what ``generated_code`` found."""
+    return None if recording.plan is None else _StripMaker(recording, recording.plan, generated or {}).make()
 
 
 class _StripMaker:
-    def __init__(self, recording: Recording, plan: GraphPlan) -> None:
+    def __init__(self, recording: Recording, plan: GraphPlan, generated: Mapping[str, Sources]) -> None:
+        self._generated = generated
         self._plan = plan
         self._pieces = {piece.key: piece for piece in plan.pieces}
         self._specs = {spec.layer_name: spec for spec in plan.layers}
@@ -81,6 +85,7 @@ class _StripMaker:
                     for step in self._steps
                 ],
                 "code": {key: self._pieces[key].code for key in self._kinds},
+                "generated": {key: list(self._generated.get(key, ())) for key in self._kinds},
             },
         )
 

@@ -32,10 +32,10 @@
     return make("div", [make("h3", title), scroll]);
   };
 
-  const code = (text) => {
+  const code = (title, text) => {
     const block = make("pre", [make("code", text)]);
     block.tabIndex = 0;
-    return [make("h3", "Code"), block];
+    return [make("h3", title), block];
   };
 
   const startStrip = () => {
@@ -62,7 +62,8 @@
         ], "pair"),
         ...(step.weights && step.weights.rows.length ? [table(step.weights)] : []),
         ...(step.values ? [make("div", step.values.map(table), "pair")] : []),
-        ...(step.code === null ? [] : code(model.code[step.code])),
+        ...(step.code === null ? [] : code("Code", model.code[step.code])),
+        ...(model.generated[step.code] ?? []).flatMap(([name, text]) => code(name, text)),
       );
       panel.hidden = false;
       buttons[index].setAttribute("aria-expanded", "true");
