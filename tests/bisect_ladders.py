@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.fx import Node
 
+from compiled_engine.compile import pipeline
+from compiled_engine.compile.capture import CapturedGraph
 from compiled_engine.compile.opening import CompiledPiece
+from compiled_engine.compile.passes import Pass, passes_for
 from compiled_engine.compile.pieces import EagerPieces, PieceCompiler
 from compiled_engine.compile.split import Piece
 from compiled_engine.config import EngineConfig
 from compiled_engine.models import find_model
 from compiled_engine.ops.attention import PagedAttention
+from compiled_engine_debug.bisect import passes
 from compiled_engine_debug.bisect.ladder import Ladder
 from compiled_engine_debug.bisect.outcome import RungOutcome
 from compiled_engine_debug.bisect.rungs import Rung
@@ -127,13 +133,60 @@ def _of_same_shape(node: Node) -> list[Node]:
     return [item for item in node.all_input_nodes if str(item.meta["example_value"].shape) == shape]
 
 
-def spoilable(piece: Piece) -> list[Node]:
-    """Nodes of a piece that can be spoilt so that it shows: two tensors are added or multiplied, or one negated."""
+def spoilable(piece: Piece | CapturedGraph) -> list[Node]:
+    """Nodes of a graph that can be spoilt so that it shows: two tensors are added or multiplied, or one negated."""
     return [
         node
         for node in piece.graph_module.graph.nodes
         if node.target in OTHERS and all(isinstance(argument, Node) for argument in node.args)
     ]
+
+
+class SpoilingPass:
+    """A pass that spoils one node: the one at ``share`` (0 to 1) of those that can be spoilt when it runs.
+
+    ``replaces``: new nodes take the place of the spoilt one, and of the right one that it reads first, as passes do
+    that fuse. ``node``: what is wrong then.
+    """
+
+    __name__ = "spoil_one"
+
+    def __init__(self, share: float, *, replaces: bool) -> None:
+        self.share = share
+        self.replaces = replaces
+        self.node: Node | None = None
+
+    def __call__(self, captured: CapturedGraph) -> int:
+        nodes = [node for node in spoilable(captured) if isinstance(node.meta.get("example_value"), torch.Tensor)]
+        self.node = node = nodes[min(int(self.share * len(nodes)), len(nodes) - 1)]
+        if not self.replaces:
+            other_operation(node)
+            return 1
+        with node.graph.inserting_before(node):
+            self.node = node.graph.call_function(OTHERS[node.target], node.args)
+        self.node.meta = dict(node.meta)
+        _take_place(self.node, node)
+        source = self.node.all_input_nodes[0]
+        if source.op != "placeholder":
+            with source.graph.inserting_after(source):
+                _take_place(source.graph.node_copy(source), source)
+        return 1
+
+
+def _take_place(new: Node, old: Node) -> None:
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+@contextmanager
+def with_pass(added: Pass, place: int) -> Iterator[None]:
+    """Inside, plans are made with ``added`` among the passes of the CPU, with ``place`` of them before it."""
+    own = passes_for(torch.device("cpu"))
+    changed = (*own[:place], added, *own[place:])
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (pipeline, passes):
+            patched.setattr(module, "passes_for", lambda device: changed)
+        yield
 
 
 def wrap_attention(

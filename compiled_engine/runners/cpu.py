@@ -33,7 +33,7 @@ from compiled_engine.runners.description import cache_records, memory_record, mo
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import load_model
 from compiled_engine.runners.memory import available_memory, size_cache_groups
-from compiled_engine.runners.precompile import graphs_for, kernel_folder
+from compiled_engine.runners.precompile import RunnableGraphs, graphs_for, kernel_folder
 from compiled_engine.threads import usable_cores
 
 if TYPE_CHECKING:
@@ -55,8 +55,14 @@ class CpuRunner(Runner):
     """
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        ledger: Ledger,
+        progress: Progress | None = None,
+        graphs: RunnableGraphs | None = None,
     ) -> None:
+        """``graphs``: what to run; None: what ``graphs_for`` finds or compiles."""
         self.config = config
         self._files = files
         self.dtype = resolve_dtype(config.dtype, files, config.device_type)
@@ -68,7 +74,8 @@ class CpuRunner(Runner):
             self._backend = CpuAttention(self.dtype, kernels)
             self._threads = CpuThreads(kernels, config.num_threads or usable_cores())
             self._sampler = CpuSampler(kernels)
-        graphs = graphs_for(config, files, ledger, progress or log_progress, self.counters)
+        if graphs is None:
+            graphs = graphs_for(config, files, ledger, progress or log_progress, self.counters)
         max_model_len = resolve_max_model_len(graphs.max_position, config.max_model_len)
         make_layer = partial(PagedAttention, backend=self._backend)
         register_attention_layers(self.static_context, graphs.plan.layers, config.block_size, self.dtype, make_layer)

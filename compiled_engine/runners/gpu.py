@@ -70,8 +70,14 @@ class GpuRunner(Runner):
     """
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, ledger: Ledger, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        ledger: Ledger,
+        progress: Progress | None = None,
+        graphs: RunnableGraphs | None = None,
     ) -> None:
+        """``graphs``: the pieces to run and capture; None: what ``graphs_for`` finds or compiles."""
         self.config = config
         self._files = files
         self.dtype = resolve_dtype(config.dtype, files, config.device_type)
@@ -82,7 +88,8 @@ class GpuRunner(Runner):
         self._seal = CompileSeal(config.on_compile)
         with ledger.phase("kernels"):
             self.device = create_device(config, self.dtype)
-        graphs = graphs_for(config, files, ledger, self._progress, self.counters)
+        if graphs is None:
+            graphs = graphs_for(config, files, ledger, self._progress, self.counters)
         try:
             self._make_ready(graphs, files, ledger)
         except BaseException:

@@ -94,3 +94,29 @@ def test_prompt_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Ca
     (folder / "tokenizer.json").unlink()
     assert main(["bisect", str(folder), "--prompt", "x"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_ladder_that_judges_nothing_is_no_success(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["bisect", str(folder), "--rungs", "inductor,graphs", *QUICK[2:]]) == 3
+    output = capsys.readouterr()
+    assert "no rung could be judged" in output.err
+    assert "no-such-compiler" in output.out
+
+
+def test_quantised_rung_alone_is_no_success(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing that its numbers could be compared with."""
+    assert main(["bisect", str(folder), "--rungs", "eager", *QUICK[2:], "--quantization", "int8"]) == 3
+    assert "no rung could be judged" in capsys.readouterr().err
+
+
+def test_skipped_rung_beside_others_that_agree_is_success(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine's own kernels are there: they are built once."""
+    assert main(["bisect", str(folder), "--rungs", "eager", *QUICK[2:]]) == 0
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["bisect", str(folder), "--rungs", "eager,inductor", *QUICK[2:]]) == 0
+    assert "skipped" in capsys.readouterr().out

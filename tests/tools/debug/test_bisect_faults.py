@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,29 +18,42 @@ from bisect_ladders import (
     Ladders,
     NoWrite,
     ShiftedSlots,
+    SpoilingPass,
     WrongPieces,
     climb,
     compiled_rung,
     eager_rung,
+    new_ladder,
     spoilable,
     ways_to_spoil,
+    with_pass,
     wrap_attention,
 )
+from compiled_engine.compile.capture import CapturedGraph
+from compiled_engine.compile.passes import passes_for
 from compiled_engine.compile.plan import AttentionStep, PieceStep
 from compiled_engine.ops.cpu.packing import packed_bytes
+from compiled_engine_debug.bisect.compare import Limits
 from compiled_engine_debug.bisect.ladder import Ladder
 from compiled_engine_debug.bisect.outcome import Divergence, RungOutcome, Verdict
 from compiled_engine_debug.bisect.rungs import Rung
 from compiled_engine_debug.bisect.runners import PlanRunner, model_of
 from compiled_engine_debug.bisect.trace import TensorName
+from tiny_models import write_tiny_model
 
 EXAMPLES = 8
 LAYERS = st.integers(2, 4)
+OWN_PASSES = passes_for(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def ladders(tmp_path_factory: pytest.TempPathFactory) -> Ladders:
     return Ladders(tmp_path_factory.mktemp("bisect"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
 
 
 def only(outcomes: dict[str, RungOutcome], rung: str) -> Divergence:
@@ -226,17 +241,19 @@ def test_faults_of_two_rungs_are_told_apart(ladders: Ladders) -> None:
 
 
 def test_plan_that_differs_from_transformers_is_named_with_its_piece(ladders: Ladders) -> None:
-    """The lowest rung itself: there is no rung below whose weights could be compared."""
+    """The lowest rung itself: there is no rung below, and its weights are compared with the checkpoint's."""
     ladder = ladders.of(3)
+    name = "model.layers.1.input_layernorm.weight"
 
     def change(runner: PlanRunner) -> None:
-        model_of(runner).weights["model.layers.1.input_layernorm.weight"].mul_(1.5)
+        model_of(runner).weights[name].mul_(1.5)
 
     found = only(climb(ladder, eager_rung(adjust=change)), "eager")
 
     assert found.reference == "transformers"
     assert found.measured.place.site.layer == layer_of(1)
     assert found.measured.place.site.tensor is TensorName.QUERY
+    assert found.culprit.weights == (name,)
     step = next(item for item in ladder.plan.steps if getattr(item, "query", None) in found.culprit.outputs)
     assert isinstance(step, AttentionStep)
     assert step.layer_name == layer_of(1)
@@ -259,9 +276,8 @@ def test_token_that_the_logits_do_not_ask_for_is_the_samplers_fault(ladders: Lad
     assert all(difference.gap > 0 for difference in outcomes["wrong"].tokens)
 
 
-def test_value_that_is_overwritten_between_pieces_is_named(ladders: Ladders) -> None:
-    """Every piece computes what its graph says, and one is given something else than its maker left."""
-    ladder = ladders.of(3)
+def clobber_residual(ladder: Ladder, factor: float) -> tuple[Callable[[PlanRunner], None], PieceStep, str]:
+    """Scales the residual around the attention of layer 1; the piece that reads it then, and what it is called."""
     middle = next(
         item
         for item in ladder.plan.steps
@@ -269,6 +285,8 @@ def test_value_that_is_overwritten_between_pieces_is_named(ladders: Ladders) -> 
     )
     index = ladder.plan.steps.index(middle)
     maker, user = ladder.plan.steps[index - 1], ladder.plan.steps[index + 1]
+    assert isinstance(maker, PieceStep)
+    assert isinstance(user, PieceStep)
     (residual,) = {f"value:{name}" for name in maker.outputs} & set(user.inputs)
     place = maker.outputs.index(residual.removeprefix("value:"))
 
@@ -279,14 +297,111 @@ def test_value_that_is_overwritten_between_pieces_is_named(ladders: Ladders) -> 
 
         def run(values, launch):  # type: ignore[no-untyped-def]
             attention.run(values, launch)
-            values[place_of] = values[place_of] * 1.5
+            values[place_of] = values[place_of] * factor
 
         instructions = list(model.instructions)
         instructions[index] = replace(attention, run=run)
         model.instructions = tuple(instructions)
 
-    found = only(climb(ladder, eager_rung(), eager_rung("wrong", adjust=clobber)), "wrong")
+    return clobber, user, residual.removeprefix("value:")
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_value_that_is_overwritten_between_pieces_is_named(
+    ladders: Ladders, noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every piece computes what its graph says, and one is given something else than its maker left."""
+    ladder = ladders.of(3)
+    clobber, user, residual = clobber_residual(ladder, -4.0)
+
+    def change(runner: PlanRunner) -> None:
+        clobber(runner)
+        if noisy:
+            make_noise(runner)
+
+    if noisy:
+        allow_noise(ladder, monkeypatch)
+
+    found = only(climb(ladder, eager_rung(), eager_rung("wrong", adjust=change)), "wrong")
 
     assert found.culprit.piece == user.piece
-    assert residual.removeprefix("value:") in found.culprit.reason
+    assert residual in found.culprit.reason
+    assert found.measured.place.site.layer == layer_of(2)
+
+
+@pytest.mark.slow
+@settings(max_examples=EXAMPLES)
+@given(place=st.integers(0, len(OWN_PASSES)), share=st.floats(0, 1), replaces=st.booleans())
+def test_pass_that_spoils_any_operation_is_named_with_the_node(
+    model_folder: Path, place: int, share: float, replaces: bool
+) -> None:
+    check_spoiling_pass(model_folder, place, SpoilingPass(share, replaces=replaces))
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_pass_that_spoils_an_operation_is_named_with_the_node(model_folder: Path, replaces: bool) -> None:
+    check_spoiling_pass(model_folder, 2, SpoilingPass(0.6, replaces=replaces))
+
+
+def check_spoiling_pass(model_folder: Path, place: int, spoil: SpoilingPass) -> None:
+    """The plan itself is wrong then: every rung computes what its graph says."""
+    with with_pass(spoil, place):
+        found = only(climb(new_ladder(model_folder), eager_rung()), "eager")
+
+    assert found.reference == "transformers"
+    assert found.measured.place.step == 0
+    assert "pass 'spoil_one'" in found.culprit.reason
+    assert spoil.node is not None
+    assert found.culprit.node is not None
+    assert found.culprit.node.name == spoil.node.name
+    if "stack_trace" in spoil.node.meta:
+        assert found.culprit.node.source.startswith("transformers/models/llama/modeling_llama.py:")
+    assert found.finding().node == spoil.node.name
+    assert "spoil_one" in found.finding().message
+
+
+def test_pass_that_reads_another_weight_is_named(model_folder: Path) -> None:
+    """Its recipe is wrong, and the weights of the rung are what the recipe says."""
+
+    def swap_norms(captured: CapturedGraph) -> int:
+        norms = [name for name, recipe in captured.weights.items() if "layernorm" in recipe.key]
+        first, last = norms[0], norms[-1]
+        captured.weights[first], captured.weights[last] = captured.weights[last], captured.weights[first]
+        return 1
+
+    with with_pass(swap_norms, len(OWN_PASSES)):
+        found = only(climb(new_ladder(model_folder), eager_rung()), "eager")
+
+    assert "pass 'swap_norms'" in found.culprit.reason
+    assert found.culprit.node is not None
+    assert "layernorm" in found.culprit.node.operation
+
+
+def allow_noise(ladder: Ladder, patched: pytest.MonkeyPatch) -> None:
+    """Let a fifth of a tensor's scale pass for rounding errors at every site, and let layer 0 make some."""
+    sites = {site: 0.05 for _, site, _ in ladder.oracle_trace.items()}
+    patched.setattr(ladder, "_limits", Limits(ladder.tolerance, sites))
+
+
+def make_noise(runner: PlanRunner) -> None:
+    """A hundredth more in what layer 0 gives back."""
+    scaled = partial(ChangedOut, change=lambda out: out.mul_(1.01))
+    wrap_attention(scaled, lambda name: name == layer_of(0))(runner)
+
+
+def test_changed_weight_is_named_above_rounding_errors(ladders: Ladders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces before it are given other values than in the rung below, and none beyond what noise explains."""
+    ladder = ladders.of(3)
+    allow_noise(ladder, monkeypatch)
+    name = "model.layers.2.input_layernorm.weight"
+
+    def change(runner: PlanRunner) -> None:
+        make_noise(runner)
+        model_of(runner).weights[name].mul_(3)
+
+    outcomes = climb(ladder, eager_rung(), eager_rung("noisy", adjust=make_noise), eager_rung("wrong", adjust=change))
+
+    assert outcomes["noisy"].verdict is Verdict.CLEAN
+    found = only(outcomes, "wrong")
+    assert found.culprit.weights == (name,)
     assert found.measured.place.site.layer == layer_of(2)

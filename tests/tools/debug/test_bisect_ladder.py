@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from bisect_ladders import MAX_TOKENS, PROMPTS, TOKENS_PER_STEP, Ladders, climb, compiled_rung, eager_rung, new_ladder
+from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.opening import CompiledPiece
+from compiled_engine.compile.pieces import EagerPieces
 from compiled_engine.compile.split import Piece
 from compiled_engine.errors import CaptureError, ConfigError, RequestError
+from compiled_engine.models import find_model
 from compiled_engine.runners.base import CacheGroupLimits, RunnerLimits
+from compiled_engine.runners.cpu import CpuRunner
+from compiled_engine.runners.gpu import GpuRunner
+from compiled_engine_debug.bisect.compilers import ToolMissing, aoti
 from compiled_engine_debug.bisect.outcome import RungOutcome, Verdict
 from compiled_engine_debug.bisect.rungs import RUNGS, Rung, choose_rungs
+from compiled_engine_debug.bisect.runners import CapturedModel, PlanRunner, model_of
 from compiled_engine_debug.bisect.trace import Site, TensorName
 from compiled_engine_debug.bisect.workload import plan_steps, standard_prompts
 from oracle import TransformersOracle
@@ -138,15 +145,24 @@ class Refusing:
     """A compiler that compiles nothing."""
 
     def compile(self, piece: Piece) -> CompiledPiece:
-        raise CaptureError("no such compiler here\nand a second line")
+        raise CaptureError("a piece could not be compiled\nand a second line")
 
 
-def test_rung_that_cannot_be_compiled_is_skipped_with_its_reason(ladders: Ladders) -> None:
+def test_rung_that_cannot_be_compiled_has_failed_and_the_climb_goes_on(ladders: Ladders) -> None:
     outcomes = climb(ladders.of(2), eager_rung(), compiled_rung(Refusing()), GRAPHS)
-    assert outcomes["compiled"].verdict is Verdict.SKIPPED
-    assert outcomes["compiled"].note == "no such compiler here"
+    assert outcomes["compiled"].verdict is Verdict.FAILED
+    assert outcomes["compiled"].is_wrong
+    assert outcomes["compiled"].note == "CaptureError: a piece could not be compiled"
     assert outcomes["graphs"].verdict is Verdict.CLEAN
     assert outcomes["graphs"].reference == "eager"
+
+
+def test_rung_whose_graphs_cannot_be_captured_has_failed(ladders: Ladders) -> None:
+    def refuse(runner: PlanRunner) -> None:
+        raise CaptureError("the graph cannot be captured")
+
+    outcomes = climb(ladders.of(2), eager_rung(), Rung("graphs", "", captures=True, adjust=refuse))
+    assert outcomes["graphs"].verdict is Verdict.FAILED
 
 
 class Crashing:
@@ -167,11 +183,37 @@ def test_rung_that_raises_is_told_and_the_climb_goes_on(ladders: Ladders) -> Non
     assert outcomes["graphs"].verdict is Verdict.CLEAN
 
 
-def test_missing_cxx_compiler_skips_what_generates_code(ladders: Ladders, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["inductor", "aoti"])
+def test_missing_cxx_compiler_skips_what_generates_code(
+    ladders: Ladders, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what would have run that code: a skipped rung says nothing."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (outcome,) = climb(ladders.of(2), *choose_rungs(["aoti"])).values()
-    assert outcome.verdict is Verdict.SKIPPED
-    assert "no-such-compiler" in outcome.note
+    outcomes = climb(ladders.of(2), *choose_rungs([name, "graphs"]))
+    assert [outcome.verdict for outcome in outcomes.values()] == [Verdict.SKIPPED] * 2
+    assert "no-such-compiler" in outcomes[name].note
+    assert not any(outcome.is_judged or outcome.is_clean for outcome in outcomes.values())
+
+
+def test_missing_cuda_toolkit_skips_what_is_compiled_ahead_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    with pytest.raises(ToolMissing, match="nvcc"):
+        aoti(tmp_path, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("make", "mode"), [(CpuRunner, "none"), (GpuRunner, "full")])
+def test_runner_runs_the_graphs_that_it_is_given(tmp_path: Path, make: type[PlanRunner], mode: str) -> None:
+    """It looks for no others, which could be stored ones."""
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=1)
+    config = replace(new_ladder(folder).config, graph_mode=mode, require_precompiled=True)
+    captured = CapturedModel(config, find_model(str(folder)))
+    graphs = captured.with_pieces(captured.compile(EagerPieces(), lambda *progress: None))
+    runner = make(config, find_model(str(folder)), Ledger(), graphs=graphs)
+    assert model_of(runner).plan is graphs.plan
+    runner.close()
 
 
 def test_near_tie_is_told_as_another_token_with_its_gap(ladders: Ladders) -> None:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from bisect_ladders import WrongPieces, drop
 from compiled_engine.compile.plan import PieceSpec
 from compiled_engine.compile.split import Piece
+from compiled_engine.models import attention_interface
 from compiled_engine_debug.bisect.nodes import computed_nodes, cut_after, first_wrong_node, source_line
 
 SHAPE = (3, 4)
@@ -136,4 +137,11 @@ def test_source_line_is_the_innermost_frame() -> None:
     )
     assert source_line(node) == "models/llama.py:64: hidden = x.to(torch.float32)"
     node.meta["stack_trace"] = '  File "/somewhere/run.py", line 3, in forward\n'
-    assert source_line(node) == "/somewhere/run.py:3"
+    assert source_line(node) == "run.py:3"
+
+
+def test_source_line_has_no_path_of_the_machine() -> None:
+    """Whatever package the file is in, and wherever that is installed."""
+    node = torch.fx.Graph().placeholder("a")
+    node.meta["stack_trace"] = f'  File "{attention_interface.__file__}", line 7, in forward\n    x = y\n'
+    assert source_line(node) == "compiled_engine/models/attention_interface.py:7: x = y"

@@ -13,7 +13,12 @@ import torch
 from compiled_engine.compile.opening import CompiledPiece, open_packages
 from compiled_engine.compile.pieces import EagerPieces, InductorPieces, PieceCompiler, package_piece
 from compiled_engine.compile.split import Piece
-from compiled_engine.errors import CaptureError
+from compiled_engine.errors import CaptureError, CompiledEngineError, ConfigError
+from compiled_engine.runners.gpus import check_toolkit
+
+
+class ToolMissing(CompiledEngineError):
+    """A rung cannot be tried here: what it needs is not installed."""
 
 
 class AotEagerPieces:
@@ -79,11 +84,16 @@ def inductor(folder: Path, device: torch.device) -> PieceCompiler:
 def aoti(folder: Path, device: torch.device) -> PieceCompiler:
     """See ``AotiPieces``."""
     _need_cxx(device)
+    if device.type != "cpu":
+        try:
+            check_toolkit()
+        except ConfigError as error:
+            raise ToolMissing(str(error)) from error
     return AotiPieces(folder, device)
 
 
 def _need_cxx(device: torch.device) -> None:
-    """Raise ``CaptureError`` where there is no C++ compiler."""
-    name = os.environ.get("CXX", "g++")
+    """Raise ``ToolMissing`` where there is no C++ compiler."""
+    name = os.environ.get("CXX") or "g++"
     if device.type == "cpu" and shutil.which(name) is None:
-        raise CaptureError(f"there is no C++ compiler {name!r}")
+        raise ToolMissing(f"there is no C++ compiler {name!r}")

@@ -16,11 +16,11 @@ from compiled_engine.compile.pipeline import Progress
 from compiled_engine.compile.plan import GraphPlan
 from compiled_engine.compile.split import Piece
 from compiled_engine.config import EngineConfig
-from compiled_engine.errors import CaptureError, KernelBuildError, PlanError
 from compiled_engine.models import ModelFiles, resolve_dtype
 from compiled_engine.runners.batch import ScheduledBatch
 from compiled_engine_debug.bisect.calls import CallLog, PieceCall, RealRows
 from compiled_engine_debug.bisect.compare import Limits, Measured, Watch, default_tolerance
+from compiled_engine_debug.bisect.compilers import ToolMissing
 from compiled_engine_debug.bisect.oracle import TransformersOracle, measure_noise
 from compiled_engine_debug.bisect.outcome import Divergence, RungOutcome, Verdict
 from compiled_engine_debug.bisect.run import run_steps
@@ -33,9 +33,6 @@ from compiled_engine_debug.bisect.workload import plan_steps, standard_prompts
 
 # In which transformers' rounding errors are measured.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-
-# Of a rung that cannot be built, what its error says is shown, and the climb goes on.
-_CANNOT_RUN = (CaptureError, KernelBuildError, PlanError)
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class Ladder:
                     try:
                         made = self._pieces(rung, pieces, Path(folder))
                         outcome, standing = self._run(self._build(rung, made), clean, below)
-                    except _CANNOT_RUN as error:
+                    except ToolMissing as error:
                         yield RungOutcome(rung.name, Verdict.SKIPPED, str(error).partition("\n")[0])
                         continue
                     except Exception as error:  # whatever compiled code raises: the other rungs are still of interest
@@ -170,7 +167,7 @@ class Ladder:
     def _pieces(self, rung: Rung, below: _Pieces | None, folder: Path) -> _Pieces:
         if rung.compiler is None:
             if below is None:
-                raise CaptureError("no rung below could compile pieces")
+                raise ToolMissing("no rung below could compile pieces")
             return below
         compiler = rung.compiler(folder, torch.device(self.config.device))
         return _Pieces(compiler, self._captured.compile(compiler, self._progress))
@@ -232,7 +229,7 @@ class Ladder:
         if reference.built is not None:
             good = Good(reference.built.calls(self._steps, step), reference.built.runner.model)
         rows = RealRows(batch.num_scheduled_tokens, sum(request.samples for request in batch.requests))
-        return find_culprit(measured.place.site, self._captured.planned, suspect, good, rows, self.tolerance)
+        return find_culprit(measured.place.site, self._captured, suspect, good, rows, self._limits)
 
 
 def _no_longer_needed(outcome: RungOutcome, clean: _Standing, below: _Standing) -> list[_Standing]:

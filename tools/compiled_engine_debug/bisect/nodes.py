@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def describe(node: Node, inputs: Sequence[str]) -> WrongNode:
 
 
 def source_line(node: Node) -> str:
-    """The innermost source line that a node comes from, as ``file:line: text``; "" if the graph keeps none."""
+    """The innermost source line that a node comes from, as ``package/file:line: text``; "" if the graph keeps none."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     frames = [index for index, line in enumerate(lines) if line.startswith('File "')]
     if not frames:
@@ -91,7 +92,21 @@ def source_line(node: Node) -> str:
     where, text = lines[frames[-1]], lines[frames[-1] + 1 : frames[-1] + 2]
     _, path, rest = where.split('"', 2)
     number = rest.split("line ", 1)[1].split(",", 1)[0]
-    return f"{path.rpartition('site-packages/')[2]}:{number}" + (f": {text[0]}" if text else "")
+    return f"{_path_in_package(Path(path))}:{number}" + (f": {text[0]}" if text else "")
+
+
+def _path_in_package(path: Path) -> str:
+    """``path`` from the folder that its outermost package is in: it says where the code is, and not on which machine.
+
+    Of a file that is in no package, the name.
+    """
+    if "site-packages" in path.parts:
+        place = len(path.parts) - 1 - path.parts[::-1].index("site-packages")
+        return Path(*path.parts[place + 1 :]).as_posix()
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return path.relative_to(root).as_posix()
 
 
 def _is_right(cut: Piece | None, compiler: PieceCompiler, arguments: Arguments, tolerance: float) -> bool:

@@ -28,6 +28,7 @@ class Verdict(str, Enum):
     FAILED = "FAILED"
     """It raised while it was built or run."""
     SKIPPED = "skipped"
+    """What it needs is not installed here."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ class RungOutcome:
     def is_clean(self) -> bool:
         """Whether rungs above may be compared with this one."""
         return self.verdict in (Verdict.CLEAN, Verdict.NOT_JUDGED)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it says anything: it was run and compared, or failed at that."""
+        return self.verdict not in (Verdict.NOT_JUDGED, Verdict.SKIPPED)
 
     @property
     def is_wrong(self) -> bool:

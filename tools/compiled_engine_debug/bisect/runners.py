@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from compiled_engine.compile.capture import CapturedGraph, capture
 from compiled_engine.compile.counters import CompileCounters
 from compiled_engine.compile.ledger import Ledger
 from compiled_engine.compile.model import CompiledModel
 from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.pieces import PieceCompiler
 from compiled_engine.compile.pipeline import PlannedGraph, Progress, compile_pieces, plan_model
+from compiled_engine.compile.weights import WeightRecipe, materialize
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import LogitsError
-from compiled_engine.models import ModelFiles, build_definition, resolve_dtype
-from compiled_engine.runners import cpu, gpu
+from compiled_engine.models import Checkpoint, ModelDefinition, ModelFiles, build_definition, resolve_dtype
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
 from compiled_engine.runners.cpu import CpuRunner
 from compiled_engine.runners.gpu import GpuRunner
+from compiled_engine.runners.loading import CheckpointWeights
 from compiled_engine.runners.precompile import RunnableGraphs
 from compiled_engine_debug.bisect.probes import Probes, ProbeSizes
 from compiled_engine_debug.bisect.trace import Rows
@@ -38,18 +39,37 @@ class CapturedModel:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         """Raises ``CaptureError`` for a model that does not fit into one graph, and ``ModelError``."""
-        definition = build_definition(files, resolve_dtype(config.dtype, files, config.device_type))
-        device = torch.device(config.device)
-        # Parameters hold nothing yet; capture asks where they are.
-        module = definition.module.to(device)
-        self.planned: PlannedGraph = plan_model(module, definition.layers, device, CompileCounters())
+        self._config = config
+        self._files = files
+        self.device = torch.device(config.device)
+        definition = self._definition()
+        self.planned: PlannedGraph = plan_model(definition.module, definition.layers, self.device, CompileCounters())
         self._constants = dict(definition.expected.buffers)
         self._names = dict(definition.weight_names)
         self._max_position = definition.max_position
 
+    def capture(self) -> CapturedGraph:
+        """The model's graph before any pass, captured again: few ladders need it. Raises ``CaptureError``."""
+        return capture(self._definition().module, self.device)
+
+    def weights(self, recipes: Iterable[WeightRecipe]) -> dict[str, torch.Tensor]:
+        """Weights as runners make them from the checkpoint, by key."""
+        head = {name.removeprefix("weight:") for name in self.planned.plan.head.inputs}
+        with Checkpoint(self._files) as checkpoint:
+            source = CheckpointWeights(self._names, self._constants, checkpoint)
+            return materialize(recipes, source, self._config.quantization, head, self.device)
+
     def compile(self, compiler: PieceCompiler, progress: Progress) -> dict[str, CompiledPiece]:
         """Every unlike piece of the plan, by key. Raises ``CaptureError``."""
         return compile_pieces(self.planned, compiler, CompileCounters(), progress)
+
+    def _definition(self) -> ModelDefinition:
+        definition = build_definition(
+            self._files, resolve_dtype(self._config.dtype, self._files, self._config.device_type)
+        )
+        # Parameters hold nothing yet; capture asks where they are.
+        definition.module.to(self.device)
+        return definition
 
     def with_pieces(self, pieces: Mapping[str, CompiledPiece]) -> RunnableGraphs:
         """What a runner needs to run ``pieces``."""
@@ -67,12 +87,7 @@ class ProbedRunner:
     ) -> None:
         self.config = config
         self._adjust = adjust
-        # The engine's runners find their graphs by themselves; these get the ladder's.
-        with (
-            patch.object(cpu, "graphs_for", lambda *arguments: graphs),
-            patch.object(gpu, "graphs_for", lambda *arguments: graphs),
-        ):
-            self.runner: PlanRunner = self._build(files)
+        self.runner: PlanRunner = self._build(files, graphs)
 
     @property
     def model(self) -> CompiledModel:
@@ -94,10 +109,10 @@ class ProbedRunner:
         """See ``Runner.close``."""
         self.runner.close()
 
-    def _build(self, files: ModelFiles) -> PlanRunner:
+    def _build(self, files: ModelFiles, graphs: RunnableGraphs) -> PlanRunner:
         if self.config.captures_graphs or self.config.device_type != "cpu":
-            return _PreparedGpuRunner(self.config, files, self._prepare)
-        runner = CpuRunner(self.config, files, Ledger(), _in_silence)
+            return _PreparedGpuRunner(self.config, files, graphs, self._prepare)
+        runner = CpuRunner(self.config, files, Ledger(), _in_silence, graphs)
         self._prepare(runner)
         return runner
 
@@ -114,9 +129,9 @@ class ProbedRunner:
 class _PreparedGpuRunner(GpuRunner):
     """Lets the ladder in between loading and capturing: what is in place then is captured too."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, prepare: Adjustment) -> None:
+    def __init__(self, config: EngineConfig, files: ModelFiles, graphs: RunnableGraphs, prepare: Adjustment) -> None:
         self._prepare = prepare
-        super().__init__(config, files, Ledger(), _in_silence)
+        super().__init__(config, files, Ledger(), _in_silence, graphs)
 
     def _warm_up(self) -> None:
         self._prepare(self)

@@ -11,11 +11,15 @@ from compiled_engine.compile.model import CompiledModel
 from compiled_engine.compile.opening import CompiledPiece
 from compiled_engine.compile.pieces import PieceCompiler
 from compiled_engine.compile.pipeline import PlannedGraph
-from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep
+from compiled_engine.compile.plan import GraphPlan, PieceStep
 from compiled_engine.compile.split import Piece
 from compiled_engine.ops.cpu.packing import packed_bytes
 from compiled_engine_debug.bisect.calls import PieceCall, RealRows, fresh_arguments, symbols_of
+from compiled_engine_debug.bisect.compare import Limits
 from compiled_engine_debug.bisect.nodes import WrongNode, computed_nodes, describe, first_wrong_node, worst
+from compiled_engine_debug.bisect.passes import find_wrong_pass
+from compiled_engine_debug.bisect.runners import CapturedModel
+from compiled_engine_debug.bisect.sites import value_name, value_sites
 from compiled_engine_debug.bisect.trace import Site, TensorName
 
 _OF_ATTENTION = (TensorName.STORED_KEY, TensorName.STORED_VALUE, TensorName.OUT)
@@ -44,7 +48,7 @@ class Culprit:
     """What is wrong. ``piece``: key of the piece, which makes the values ``outputs``; both empty for attention.
 
     ``node``: the first wrong node, or the one that makes the tensor where none is wrong by itself.
-    ``weights``: names of weights that are not those of the rung compared with.
+    ``weights``: names of weights that are not those of the rung compared with, or of the checkpoint.
     """
 
     reason: str
@@ -55,34 +59,36 @@ class Culprit:
 
 
 def find_culprit(
-    site: Site, planned: PlannedGraph, suspect: Suspect, good: Good | None, rows: RealRows, tolerance: float
+    site: Site, model: CapturedModel, suspect: Suspect, good: Good | None, rows: RealRows, limits: Limits
 ) -> Culprit:
     """Which piece, and which of its nodes, made the tensor at ``site`` wrong.
 
     The pieces of the step are taken in order, up to the one that made the tensor: the operations of its graph are run
-    one by one on the arguments that it had, and compared with what it gave back.
+    one by one on the arguments that it had, and compared with what it gave back. Where all are right, the weights are
+    looked at, then what pieces were given. ``good`` None: the rung was compared with transformers, so the weights are
+    compared with the checkpoint's, and the graph with itself before each pass.
     """
     if site.tensor is TensorName.TOKEN:
         return Culprit("the sampler: the token is not the likeliest by the rung's own logits")
     if site.tensor in _OF_ATTENTION:
         return Culprit(_attention_reason(site))
+    planned = model.planned
     last = _last_call(site, planned.plan)
     calls = suspect.calls[: last + 1]
     if len(calls) <= last:
         return Culprit("its pieces ran inside a CUDA graph, where their arguments cannot be seen")
     for call in calls:
-        if _is_wrong(call, planned.pieces[call.step.piece], call.results, rows, tolerance):
-            return _in_piece(call, planned.pieces[call.step.piece], suspect, rows, tolerance)
-    maker = calls[last]
-    node = _maker_node(site, planned, maker.step)
-    if good is not None:
-        return _in_arguments(calls, planned, suspect, good, rows, tolerance, node)
-    return Culprit(
-        "the piece computes what its graph says: the graph (capture or passes) or its weights are wrong",
-        maker.step.piece,
-        maker.step.outputs,
-        node,
-    )
+        if _is_wrong(call, planned.pieces[call.step.piece], call.results, rows, limits.tolerance):
+            return _in_piece(call, planned.pieces[call.step.piece], suspect, rows, limits.tolerance)
+    weights = _checkpoint_weights(calls, model) if good is None else good.model.weights
+    if (culprit := _in_weights(calls, planned, suspect.model.weights, weights)) is not None:
+        return culprit
+    if good is None:
+        return _in_graph(site, model, calls, limits)
+    if (culprit := _in_arguments(calls, planned, good, rows, limits)) is not None:
+        return culprit
+    reason = "every piece computes what its graph says, from the same values and weights"
+    return _at_maker(reason, site, planned, calls)
 
 
 def _attention_reason(site: Site) -> str:
@@ -96,27 +102,13 @@ def _last_call(site: Site, plan: GraphPlan) -> int:
     steps = [step for step in plan.steps if isinstance(step, PieceStep)]
     if site.tensor is TensorName.LOGITS:
         return len(steps)
-    value = _value_name(site, plan)
+    value = value_name(site, plan)
     return next(index for index, step in enumerate(steps) if value in step.outputs)
-
-
-def _value_name(site: Site, plan: GraphPlan) -> str:
-    """The plan's name of the tensor at ``site``."""
-    if site.tensor is TensorName.LOGITS:
-        return plan.head.outputs[0]
-    if site.tensor is TensorName.HIDDEN:
-        return plan.hidden
-    attention = next(step for step in plan.steps if isinstance(step, AttentionStep) and step.layer_name == site.layer)
-    names = {TensorName.QUERY: attention.query, TensorName.KEY: attention.key, TensorName.VALUE: attention.value}
-    name = names[site.tensor]
-    if name is None:
-        raise ValueError(f"the plan makes no {site}")
-    return name
 
 
 def _maker_node(site: Site, planned: PlannedGraph, step: PieceStep) -> WrongNode | None:
     """The node of the step's piece that makes the tensor at ``site``."""
-    position = step.outputs.index(_value_name(site, planned.plan))
+    position = step.outputs.index(value_name(site, planned.plan))
     output = planned.pieces[step.piece].graph_module.graph.output_node()
     made = output.args[0][position]  # type: ignore[index]
     return describe(made, step.inputs) if isinstance(made, torch.fx.Node) else None
@@ -143,39 +135,76 @@ def _in_piece(call: PieceCall, piece: Piece, suspect: Suspect, rows: RealRows, t
     return Culprit("the compiled piece does not compute what its graph says", call.step.piece, call.step.outputs, node)
 
 
-def _in_arguments(
+def _checkpoint_weights(calls: Sequence[PieceCall], model: CapturedModel) -> dict[str, torch.Tensor]:
+    """The weights that ``calls`` are given, read again."""
+    names = {name for call in calls for name in _weight_names(call)}
+    return model.weights(recipe for recipe in model.planned.plan.weights if recipe.key in names)
+
+
+def _weight_names(call: PieceCall) -> list[str]:
+    return [name.removeprefix("weight:") for name in call.step.inputs if name.startswith("weight:")]
+
+
+def _in_weights(
     calls: Sequence[PieceCall],
     planned: PlannedGraph,
-    suspect: Suspect,
-    good: Good,
-    rows: RealRows,
-    tolerance: float,
-    node: WrongNode | None,
-) -> Culprit:
-    """The first piece that is given other values, or other weights, than in the rung compared with."""
+    weights: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> Culprit | None:
+    """The first piece with a weight that is not the ``expected`` one to the bit."""
+    for call in calls:
+        other = tuple(name for name in _weight_names(call) if not _same_weight(weights[name], expected[name]))
+        if other:
+            node = _first_reader(planned.pieces[call.step.piece], call.step, other)
+            return Culprit(
+                "a weight of the piece is another one", call.step.piece, call.step.outputs, node=node, weights=other
+            )
+    return None
+
+
+def _in_graph(site: Site, model: CapturedModel, calls: Sequence[PieceCall], limits: Limits) -> Culprit:
+    """The pass that made the graph wrong; where none did, the graph as it was captured."""
+    wrong = find_wrong_pass(site, model, calls, limits.of(site))
+    if wrong is None:
+        reason = "the piece computes what its graph says, and no pass changed that: the captured graph is wrong"
+        return _at_maker(reason, site, model.planned, calls)
+    maker = calls[-1].step
+    return Culprit(
+        f"the pass {wrong.name!r} changed what the graph computes", maker.piece, maker.outputs, node=wrong.node
+    )
+
+
+def _at_maker(reason: str, site: Site, planned: PlannedGraph, calls: Sequence[PieceCall]) -> Culprit:
+    """``reason``, with the last of ``calls`` and the node in it that makes the tensor at ``site``."""
+    maker = calls[-1].step
+    return Culprit(reason, maker.piece, maker.outputs, _maker_node(site, planned, maker))
+
+
+def _in_arguments(
+    calls: Sequence[PieceCall], planned: PlannedGraph, good: Good, rows: RealRows, limits: Limits
+) -> Culprit | None:
+    """The first piece that is given other values than in the rung compared with."""
+    sites = value_sites(planned.plan)
     for call, theirs in zip(calls, good.calls, strict=False):
         piece = planned.pieces[call.step.piece]
-        where = (call.step.piece, call.step.outputs)
-        weights = tuple(
-            name
-            for name in (item.removeprefix("weight:") for item in call.step.inputs if item.startswith("weight:"))
-            if not _same_weight(suspect.model.weights[name], good.model.weights[name])
-        )
-        if weights:
-            first = _first_reader(piece, call.step, weights)
-            return Culprit("a weight of the piece is another one", *where, node=first, weights=weights)
         symbols = symbols_of(call.step, piece.spec.inputs)
         ours = rows.of(call.arguments, piece.spec.inputs, symbols)
         others = rows.of(theirs.arguments, piece.spec.inputs, symbols)
+        limit = _limit_of(call.step, sites, limits)
         for name, value, expected in zip(call.step.inputs, ours, others, strict=True):
-            if name.startswith("value:") and worst([value], [expected]).relative > tolerance:
-                return Culprit(f"the piece is right, and is given another {name.removeprefix('value:')!r}", *where)
-    return Culprit(
-        "every piece computes what its graph says, from the same values and weights",
-        calls[-1].step.piece,
-        calls[-1].step.outputs,
-        node,
-    )
+            if name.startswith("value:") and worst([value], [expected]).relative > limit:
+                reason = f"the piece is right, and is given another {name.removeprefix('value:')!r}"
+                return Culprit(reason, call.step.piece, call.step.outputs)
+    return None
+
+
+def _limit_of(step: PieceStep, sites: Mapping[str, Site], limits: Limits) -> float:
+    """What the values that a piece is given may differ by: as much as those that it reads or makes at some site.
+
+    Rounding errors are not measured inside the model, where most values between pieces are.
+    """
+    names = [*(name.removeprefix("value:") for name in step.inputs), *step.outputs]
+    return max((limits.of(sites[name]) for name in names if name in sites), default=limits.tolerance)
 
 
 def _first_reader(piece: Piece, step: PieceStep, weights: Sequence[str]) -> WrongNode | None:

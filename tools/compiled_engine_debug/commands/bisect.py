@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.cli.common import EXIT_OK, starting, stdout_for_answers_only, told_on_stderr
+from compiled_engine.cli.common import EXIT_NO_START, EXIT_OK, starting, stdout_for_answers_only, told_on_stderr
 from compiled_engine.cli.options import add_engine_options, add_positional_model, settings_with_model
 from compiled_engine.errors import ConfigError
 
@@ -41,7 +41,9 @@ diverges, its pieces are run operation by operation on the arguments that they h
 wrong is named.
 
 exit codes:
-  0 all rungs agree     1 one diverged or failed     2 bad usage or settings     3 the model could not be run
+  0 every rung that could be tried agrees     1 one diverged or failed     2 bad usage or settings
+  3 the model could not be run, or no rung could be judged
+A rung is skipped where a tool that it needs is not installed.
 
 examples:
   compiled-engine-debug bisect                                  the default model, all rungs
@@ -112,6 +114,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         report = {"tolerance": ladder.tolerance, "rungs": [_as_json(outcome) for outcome in outcomes]}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if not any(outcome.is_judged for outcome in outcomes):
+        print(
+            "compiled-engine-debug bisect: no rung could be judged, so nothing is known (see the notes)",
+            file=sys.stderr,
+        )
+        return EXIT_NO_START
     return EXIT_DIVERGED if any(outcome.is_wrong for outcome in outcomes) else EXIT_OK
 
 
