@@ -33,6 +33,7 @@ def test_nothing_is_found_in_a_sound_engine(runners: TinyRunners, mode: str) -> 
         assert (item.looks > 0) != without_graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma3", 4), ("gpt2", 2), ("qwen3", 2)])
 def test_nothing_is_found_with_other_models(runners: TinyRunners, architecture: str, num_layers: int) -> None:
     """Gemma 3 has two cache groups, one of them with a sliding window that prompts outgrow."""

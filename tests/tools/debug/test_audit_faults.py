@@ -89,6 +89,7 @@ def test_two_registrations_swapped(runners: TinyRunners, mode: str, size: tuple[
         assert_named(runners.audit(mode, *size).findings, *planted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
 def test_two_layers_swapped_in_the_plan(runners: TinyRunners, mode: str) -> None:
     names = [f"model.layers.{index}.self_attn" for index in range(4)]
@@ -133,6 +134,7 @@ def test_a_shifted_slot_mapping(runners: TinyRunners, mode: str, size: tuple[str
         assert_named(runners.audit(mode, *size).findings, planted)
 
 
+@pytest.mark.slow
 @few
 @given(
     mode=st.sampled_from(["full", "full_and_piecewise", "none"]),

@@ -93,6 +93,7 @@ def sound_bundle(model: Path) -> Bundle:
     return read_bundle(model.parent / "sound.zip")
 
 
+@pytest.mark.slow
 def test_a_sound_engine_runs_the_recorded_steps_by_the_recorded_graphs(sound_bundle: Bundle) -> None:
     report = replay(sound_bundle)
 
@@ -107,6 +108,7 @@ def test_a_sound_engine_runs_the_recorded_steps_by_the_recorded_graphs(sound_bun
     json.dumps(report.to_json())
 
 
+@pytest.mark.slow
 def test_a_fault_reappears_and_of_another_nothing_is_known(sound_bundle: Bundle) -> None:
     with engines_with(partial(slot_mapping_shifted, step=3, row=0)):
         report = replay(sound_bundle)
