@@ -9,6 +9,7 @@ import logging
 import platform
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -67,7 +68,9 @@ class Recorder:
         self._started = False
         self._num_phases = 0
         self._closed = False
-        self._taps = Subscription(_CompileWatch(self._add_compile))
+        # A recorder that is forgotten leaves torch as it was.
+        self._leave_torch = weakref.finalize(self, Subscription(_CompileWatch(_weakly(self._add_compile))).close)
+        self._leave_torch.atexit = False
 
     def since_start(self, reading: float) -> float:
         """Seconds from the ledger's zero to a reading of ``time.perf_counter()``."""
@@ -106,7 +109,7 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        self._taps.close()
+        self._leave_torch()
         if self._lines is not None:
             if not self._started:
                 self._write_start()
@@ -149,6 +152,18 @@ class Recorder:
             self.compiles.append(record)
         if self._lines is not None and self._started:
             self._lines.add([_line("compile", asdict(record))])
+
+
+def _weakly(report: Callable[[Compilation, float, float], None]) -> Callable[[Compilation, float, float], None]:
+    """The bound method ``report`` without keeping its object alive."""
+    weak = weakref.WeakMethod(report)
+
+    def call(found: Compilation, begin: float, seconds: float) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(found, begin, seconds)
+
+    return call
 
 
 def recorder_for(config: EngineConfig, ledger: Ledger) -> Recorder | None:

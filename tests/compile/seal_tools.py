@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ def tapped_functions() -> list[Any]:
 def torch_left_as_found() -> Iterator[None]:
     """A block that begins with nothing traced, and must leave torch's functions and Python's finders as they were."""
     torch._dynamo.reset()
+    gc.collect()  # what earlier tests forgot
     before = tapped_functions()
     finders = list(sys.meta_path)
     yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from seal_tools import tapped_functions, torch_left_as_found
 
 from compiled_engine.compile import recorder as recorder_module
 from compiled_engine.compile.graphs.backend import GraphPart, GraphRecord
@@ -148,6 +150,15 @@ def test_a_compile_of_torch_is_heard_once_with_its_time() -> None:
     assert "float32[3]" in found.inputs
     assert begin <= found.start
     assert 0 < found.seconds < recorder._ledger.now - begin
+
+
+def test_a_forgotten_recorder_leaves_torch_as_it_was() -> None:
+    with torch_left_as_found():
+        before = tapped_functions()
+        recorder = recorder_for(EngineConfig(record="memory"), Ledger())
+        assert tapped_functions() != before
+        del recorder
+        gc.collect()
 
 
 def test_only_the_outermost_compile_of_a_thread_counts() -> None:

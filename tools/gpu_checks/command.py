@@ -89,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        device = torch.device(EngineConfig(device=arguments.device, piece_compiler=arguments.piece_compiler).device)
+        config = EngineConfig(device=arguments.device, piece_compiler=arguments.piece_compiler)
+        if config.device_type == "tpu":
+            raise ConfigError("device is 'tpu': choose one of cpu, cuda, cuda:N")
+        device = torch.device(config.device)
     except ConfigError as error:
         parser.error(str(error))
     missing = _why_no_gpu(device)
