@@ -147,10 +147,17 @@ def test_a_stale_row_of_metadata(runners: TinyRunners, mode: str, array: str, st
         assert_named(runners.audit(mode, "llama", 2).findings, planted)
 
 
-def test_a_key_that_nothing_is_dispatched_to(runners: TinyRunners) -> None:
-    with key_added(3, 96) as planted:
-        runner = new_runner(runners.model(), "full_and_piecewise", graph_sizes=GRAPH_SIZES)
-    report = audit_runner(runner, runners.files(), make_detectors(QUICK))
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(
+    size=sizes, mode=graph_modes, num_requests=st.sampled_from([1, 3, 5, 6]), max_seq_len=st.sampled_from([16, 48, 96])
+)
+def test_a_key_that_nothing_is_dispatched_to(
+    runners: TinyRunners, size: tuple[str, int], mode: str, num_requests: int, max_seq_len: int
+) -> None:
+    with key_added(num_requests, max_seq_len) as planted:
+        runner = new_runner(runners.model(*size), mode, graph_sizes=GRAPH_SIZES)
+    report = audit_runner(runner, runners.files(*size), make_detectors(QUICK))
     runner.close()
     assert_named(report.findings, planted)
     # Nothing follows from it, so the rest is looked at too.

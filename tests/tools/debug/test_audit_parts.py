@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from audited_runners import QUICK, TinyRunners
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_faults import cache_rebound, patched
 
@@ -233,6 +233,22 @@ def test_stored_graphs_of_another_model(runners: TinyRunners, monkeypatch: pytes
     stored = StoredModel(expected.plan, {}, constants, {}, None, expected.class_name)  # type: ignore[arg-type]
     (finding,) = ArtifactOfAnotherModel().look_at_store(EngineConfig(dtype="float32"), runners.files())
     assert finding.node == name
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(stored=st.integers(2, 4), wanted=st.integers(2, 4))
+def test_stored_graphs_of_a_model_of_another_depth(runners: TinyRunners, stored: int, wanted: int) -> None:
+    """The first layer that one of the two does not have is named."""
+    model = runners.subject("cpu", "llama", stored).model
+    assert model is not None
+    files = runners.files("llama", wanted)
+    expected = artifact.Expected.of(EngineConfig(dtype="float32", store=False), files)
+    held = StoredModel(model.plan, {}, expected.constants, {}, None, expected.class_name)
+    with patched(artifact, "lookup", lambda config, files: (None, held)):
+        found = list(ArtifactOfAnotherModel().look_at_store(EngineConfig(dtype="float32"), files))
+    layers = [finding.layer for finding in found]
+    assert layers == ([] if stored == wanted else [f"model.layers.{min(stored, wanted)}.self_attn"])
 
 
 def test_an_unknown_detector_is_refused() -> None:
