@@ -158,7 +158,7 @@ class CompiledModel:
         inputs = tuple(self._place(name) for name in step.inputs)
         outputs = tuple(self._place(f"value:{name}") for name in step.outputs)
         spec = self._specs[step.piece]
-        name = f"piece {step.piece[:12]} ({', '.join(step.outputs)})"
+        name = step.launch_name
 
         def run(values: Values, launch: Launch) -> None:
             arguments = [values[place] for place in inputs]
@@ -182,7 +182,7 @@ class CompiledModel:
         query, out = self._place(f"value:{step.query}"), self._place(f"value:{step.out}")
         key, value = (None if name is None else self._place(f"value:{name}") for name in (step.key, step.value))
 
-        name = f"attention of layer {step.layer_name!r}"
+        name = step.launch_name
 
         def run(values: Values, launch: Launch) -> None:
             q = values[query]
@@ -239,7 +239,7 @@ def _check_tensors(
     if len(tensors) != len(specs):
         raise PlanError(f"piece {step.piece[:12]} has {len(tensors)} {side}s, the plan says {len(specs)}")
     for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-        where = f"{side} {index} of piece {step.piece[:12]} ({', '.join(step.outputs)})"
+        where = f"{side} {index} of {step.launch_name}"
         if tensor is None:
             raise PlanError(f"{where} was never made")
         if tensor.dtype != spec.dtype:

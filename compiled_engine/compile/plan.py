@@ -59,6 +59,11 @@ class PieceStep:
     outputs: tuple[str, ...]
     release: tuple[str, ...] = ()
 
+    @property
+    def launch_name(self) -> str:
+        """What its launch is called."""
+        return f"piece {self.piece[:12]} ({', '.join(self.outputs)})"
+
 
 @dataclass(frozen=True)
 class AttentionStep:
@@ -73,6 +78,11 @@ class AttentionStep:
     value: str | None
     out: str
     release: tuple[str, ...] = ()
+
+    @property
+    def launch_name(self) -> str:
+        """What its launch is called."""
+        return f"attention of layer {self.layer_name!r}"
 
 
 Step = PieceStep | AttentionStep

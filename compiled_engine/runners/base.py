@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compiled_engine.compile.records import ModelRecord, RunnerRecord
+from compiled_engine.config import EngineConfig
 from compiled_engine.errors import RequestError
 from compiled_engine.runners.batch import ScheduledBatch, StepOutput
 
@@ -44,6 +45,20 @@ class RunnerLimits:
     block_size: int
     cache_groups: tuple[CacheGroupLimits, ...]
     vocab_size: int
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, max_model_len: int, cache_groups: tuple[CacheGroupLimits, ...], vocab_size: int
+    ) -> RunnerLimits:
+        """The limits that ``config`` sets, with what was found out about the model and the memory."""
+        return cls(
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            cache_groups=cache_groups,
+            vocab_size=vocab_size,
+        )
 
     def check_tokens(self, batch: ScheduledBatch) -> None:
         """Raise ``RequestError`` for a batch of more than ``max_num_batched_tokens`` tokens."""

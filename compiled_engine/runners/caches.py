@@ -55,7 +55,12 @@ def bind_new_caches(
     """Allocate caches for every layer of a sealed context and bind them; returns their bytes."""
     caches = allocate_cache_groups(static_context, cache_groups, device)
     bind_kv_cache(caches, static_context)
-    return sum(cache.nbytes for cache in {id(cache): cache for cache in caches.values()}.values())
+    return cache_bytes(caches.values())
+
+
+def cache_bytes(caches: Iterable[torch.Tensor]) -> int:
+    """Bytes of ``caches``, of which a shared one may stand there several times."""
+    return sum({id(cache): cache.nbytes for cache in caches}.values())
 
 
 def scrub_reserved_block(static_context: StaticForwardContext, block_size: int) -> None:

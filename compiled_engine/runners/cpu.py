@@ -84,14 +84,7 @@ class CpuRunner(Runner):
             cache_groups = size_cache_groups(config, self.static_context, max_model_len, available_memory())
             phase.num_bytes = bind_new_caches(self.static_context, cache_groups)
         logger.info("KV cache: %s", describe_cache_groups(cache_groups, config.block_size))
-        self._limits = RunnerLimits(
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            cache_groups=cache_groups,
-            vocab_size=self.model.plan.vocab_size,
-        )
+        self._limits = RunnerLimits.of(config, max_model_len, cache_groups, self.model.plan.vocab_size)
         with ledger.phase("warm-up"):
             self._warm_up()
         self._seal.seal()

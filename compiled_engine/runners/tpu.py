@@ -37,7 +37,7 @@ from compiled_engine.runners.batch import ScheduledBatch, ScheduledRequest, Step
 from compiled_engine.runners.bucketed_model import BucketedModel, CompiledFunctions
 from compiled_engine.runners.bucketed_sampler import BucketedSampler
 from compiled_engine.runners.buckets import request_buckets, token_buckets
-from compiled_engine.runners.caches import allocate_cache_groups, register_attention_layers
+from compiled_engine.runners.caches import allocate_cache_groups, cache_bytes, register_attention_layers
 from compiled_engine.runners.description import cache_records, memory_record, model_record, module_weight_records
 from compiled_engine.runners.inputs import StepInputs, build_step_inputs
 from compiled_engine.runners.loading import load_module
@@ -71,6 +71,8 @@ class TpuRunner(Runner):
         self.config = config
         self._files = files
         self.kv_caches: list[torch.Tensor] = []
+        # And the epoch of the context in which they were read: every step asks for them.
+        self._geometries: tuple[int | None, tuple[CacheGeometry, ...]] = (None, ())
         self.static_context = StaticForwardContext()
         self._progress = progress or log_progress
         with ledger.phase("device"):
@@ -104,16 +106,9 @@ class TpuRunner(Runner):
         with ledger.phase("KV cache") as phase:
             cache_groups = self._size_caches(max_model_len, working_bytes)
             self._bind_new_caches(cache_groups)
-            phase.num_bytes = sum({id(cache): cache.nbytes for cache in self.kv_caches}.values())
+            phase.num_bytes = cache_bytes(self.kv_caches)
         logger.info("KV cache: %s", describe_cache_groups(cache_groups, config.block_size))
-        self._limits = RunnerLimits(
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            cache_groups=cache_groups,
-            vocab_size=definition.vocab_size,
-        )
+        self._limits = RunnerLimits.of(config, max_model_len, cache_groups, definition.vocab_size)
         with ledger.phase("compile buckets") as phase:
             phase.note = self.platform.warm_start
             self._warm_up(ledger)
@@ -222,12 +217,16 @@ class TpuRunner(Runner):
 
         Raises ``ContextError`` before they are bound.
         """
-        names = layer_order(declared_specs(self.static_context))
-        caches = dict(zip(names, self.kv_caches, strict=False))
-        return tuple(
-            cache_geometry([caches[name] for name in group.layer_names if name in caches])
-            for group in self.static_context.groups
-        )
+        epoch, geometries = self._geometries
+        if epoch != self.static_context.epoch:
+            names = layer_order(declared_specs(self.static_context))
+            caches = dict(zip(names, self.kv_caches, strict=False))
+            geometries = tuple(
+                cache_geometry([caches[name] for name in group.layer_names if name in caches])
+                for group in self.static_context.groups
+            )
+            self._geometries = (self.static_context.epoch, geometries)
+        return geometries
 
     def _attention(self, layers: Sequence[AttentionSpec], max_model_len: int) -> ByValueAttention:
         platform, config = self.platform, self.config

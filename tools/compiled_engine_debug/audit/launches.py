@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from compiled_engine.compile.plan import AttentionStep, GraphPlan, PieceStep, Step
+from compiled_engine.compile.plan import GraphPlan, PieceStep, Step
 
 COPY_TO_NEXT_PART = "copy to the next part"
 
 
-def attention_launch_name(step: AttentionStep) -> str:
-    """What the launch of an attention step is called."""
-    return f"attention of layer {step.layer_name!r}"
-
-
-def launch_name(step: Step) -> str:
-    """What the launch of a plan's step is called."""
-    return attention_launch_name(step) if isinstance(step, AttentionStep) else piece_launch_name(step)
-
-
-def piece_launch_name(step: PieceStep) -> str:
-    """What the launch of a piece is called."""
-    return f"piece {step.piece[:12]} ({', '.join(step.outputs)})"
-
-
 def full_launches(plan: GraphPlan) -> list[str]:
     """The launches of a graph of a whole step, up to its logits."""
-    return [*map(launch_name, plan.steps), piece_launch_name(plan.head)]
+    return [step.launch_name for step in (*plan.steps, plan.head)]
 
 
 def part_launches(plan: GraphPlan) -> dict[int, list[str]]:
@@ -36,7 +21,7 @@ def part_launches(plan: GraphPlan) -> dict[int, list[str]]:
         else:
             parts.append([step])
     return {
-        index: [*map(launch_name, part), COPY_TO_NEXT_PART]
+        index: [*(step.launch_name for step in part), COPY_TO_NEXT_PART]
         for index, part in enumerate(parts)
         if isinstance(part[0], PieceStep)
     }

@@ -13,7 +13,6 @@ from compiled_engine.compile.launch import Launch, Work
 from compiled_engine.compile.plan import AttentionStep
 from compiled_engine.context import AttentionMetadata
 from compiled_engine.ops.attention import LayerAttention, PagedAttention
-from compiled_engine_debug.audit.launches import attention_launch_name
 from compiled_engine_debug.audit.step import AttentionCall
 from compiled_engine_debug.audit.subject import Subject
 
@@ -123,7 +122,7 @@ def call_of(
 def _probed_launch(subject: Subject, inner: Launch, listener: Listener) -> Launch:
     """A launch for replays that recognises attention by the name of its launch."""
     steps = () if subject.plan is None else subject.plan.steps
-    layers = {attention_launch_name(step): step.layer_name for step in steps if isinstance(step, AttentionStep)}
+    layers = {step.launch_name: step.layer_name for step in steps if isinstance(step, AttentionStep)}
 
     def launch(name: str, work: Work) -> Sequence[torch.Tensor]:
         arguments: tuple[Any, ...] = getattr(work, "args", ())

@@ -31,12 +31,10 @@ def expected_by_launch(plan: GraphPlan) -> ExpectedByLaunch:
     expected: dict[str, Expected] = {}
     for step in (*plan.steps, plan.head):
         if isinstance(step, AttentionStep):
-            name = f"attention of layer {step.layer_name!r}"
-            expected[name] = Expected(frozenset({cache}), frozenset({(cache, step.layer_name)}))
+            expected[step.launch_name] = Expected(frozenset({cache}), frozenset({(cache, step.layer_name)}))
         else:
-            name = f"piece {step.piece[:12]} ({', '.join(step.outputs)})"
             keys = (item.removeprefix(_WEIGHT_INPUT) for item in step.inputs if item.startswith(_WEIGHT_INPUT))
-            expected[name] = Expected(frozenset({cache, weight}), frozenset((weight, key) for key in keys))
+            expected[step.launch_name] = Expected(frozenset({cache, weight}), frozenset((weight, key) for key in keys))
     return expected
 
 
